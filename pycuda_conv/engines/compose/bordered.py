@@ -17,6 +17,7 @@ from typing import ClassVar
 from pycuda_conv.engines import registry
 from pycuda_conv.engines.base import LAST_RESORT, Config
 from pycuda_conv.engines.compose.delegate import delegate_filter_key, delegate_refusal, delegate_sum_order, moved, parsed
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import shown_once
 from pycuda_conv.engines.layout import border_copy
 from pycuda_conv.engines.schedule import INPUT, RESULT, WORKSPACE, Arena, Buffer, Schedule
@@ -161,7 +162,7 @@ def variants(device: Device) -> Iterator[VariantSet]:
 
 # ---- the choice
 
-BEGIN, MEMORY = 2.0, 2.6e6  # microseconds of a launch, and bytes that 132 multiprocessors move in one
+COST = costs("compose.bordered")
 BEST = 3  # predictions of the other engines that are worth comparing
 SEVERAL = 24  # predictions among which there may be one that needs no copy
 
@@ -176,18 +177,18 @@ def _overhead_us(problem: ConvProblem, delegate: Config | None, device: Device) 
     moved_bytes = 0
     if _copies(problem, delegate):
         moved_bytes += problem.input_itemsize * math.prod(problem.input_shape) + problem.itemsize * math.prod(wide)
-        us += BEGIN
+        us += COST.BEGIN
     if folds:
         moved_bytes += problem.itemsize * (math.prod(problem.result_shape) + math.prod(wide))
-        us += BEGIN
+        us += COST.BEGIN
     if _adds_at_rims(problem):
         rims = math.prod(problem.input_size) - math.prod(count for _, count in shown_once(problem))
         moved_bytes += 4 * problem.itemsize * math.prod(problem.result_shape) * rims // max(math.prod(problem.input_size), 1)
-        us += BEGIN
+        us += COST.BEGIN
     if problem.result_dtype:
         moved_bytes += (problem.itemsize + problem.result_itemsize) * math.prod(problem.result_shape)
-        us += BEGIN
-    return us + moved_bytes / MEMORY * 132 / device.multiprocessors
+        us += COST.BEGIN
+    return us + moved_bytes / COST.MEMORY * 132 / device.multiprocessors
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Bordered]:

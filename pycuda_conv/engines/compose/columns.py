@@ -15,6 +15,7 @@ from typing import ClassVar
 from pycuda_conv.engines import registry
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.compose.delegate import delegate_filter_key, delegate_refusal, delegate_sum_order, moved, parsed
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, outputs_apart, taps_apart
 from pycuda_conv.engines.limits import CUDA
 from pycuda_conv.engines.schedule import BIAS, RESIDUAL, RESULT, SCALE, WORKSPACE, Arena, Schedule, finish
@@ -145,11 +146,7 @@ def variants(device: Device) -> Iterator[VariantSet]:
 
 # ---- the choice
 
-BEGIN = 2.3  # microseconds of the launch that adds columns
-#: Microseconds of an element of the result on 132 multiprocessors, by the layout: with channels last neighbours read scattered
-#: elements. Bytes a microsecond of columns, which the product has left in the cache or in memory, and of a residual.
-ELEMENT = {"NCHW": 5e-6, "NHWC": 4.7e-6}
-CACHED, CACHED_RATE, COLUMN_RATE, RESIDUAL_RATE = 2e7, 4.17e6, 2.93e6, 5.37e6
+COST = costs("compose.columns")
 MOST_MET = 64  # the most taps that a pixel meets: with more there are many more columns than elements of the result
 MOST_BYTES = 2**30  # the most columns, in bytes of workspace
 BEST = 3  # configurations of the product that are tried
@@ -163,10 +160,10 @@ def _columns(problem: ConvProblem) -> int:
 def _adding(problem: ConvProblem, device: Device) -> float:
     """Microseconds of adding the columns."""
     nbytes, results = problem.itemsize * _columns(problem), math.prod(problem.result_shape)
-    us = 2 * nbytes / (CACHED_RATE if nbytes < CACHED else COLUMN_RATE) + ELEMENT[problem.layout] * results
+    us = 2 * nbytes / (COST.CACHED_RATE if nbytes < COST.CACHED else COST.COLUMN_RATE) + COST.ELEMENT[problem.layout] * results
     if problem.has_residual:
-        us += problem.itemsize * results / RESIDUAL_RATE
-    return BEGIN + us * 132 / device.multiprocessors
+        us += problem.itemsize * results / COST.RESIDUAL_RATE
+    return COST.BEGIN + us * 132 / device.multiprocessors
 
 
 def _worth_it(problem: ConvProblem) -> bool:

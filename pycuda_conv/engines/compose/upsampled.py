@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pycuda_conv.engines import registry
 from pycuda_conv.engines.base import LAST_RESORT, Config
 from pycuda_conv.engines.compose.delegate import delegate_filter_key, delegate_refusal, delegate_sum_order, moved, parsed
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.layout import border_copy, enlarge
 from pycuda_conv.engines.schedule import INPUT, PACKED, WEIGHT, WORKSPACE, Arena, Buffer, Schedule
 from pycuda_conv.engines.variants import VariantSet
@@ -133,7 +134,7 @@ def variants(device: Device) -> Iterator[VariantSet]:
 
 # ---- the choice
 
-BEGIN, MEMORY = 2.0, 2.6e6  # microseconds of a launch, and bytes that 132 multiprocessors move in one
+COST = costs("compose.upsampled")
 BEST = 3  # predictions of the other engines that are worth comparing
 
 
@@ -143,7 +144,7 @@ def _overhead_us(problem: ConvProblem, device: Device) -> float:
         return 0.0
     size = problem.framed.padded.input_size if problem.folded else problem.input_size
     moved_bytes = problem.input_itemsize * math.prod(problem.input_shape) + problem.itemsize * problem.N * problem.C * math.prod(size)
-    return BEGIN + moved_bytes / MEMORY * 132 / device.multiprocessors
+    return COST.BEGIN + moved_bytes / COST.MEMORY * 132 / device.multiprocessors
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Upsampled]:

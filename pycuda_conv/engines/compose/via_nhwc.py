@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, cast
 from pycuda_conv.engines import registry
 from pycuda_conv.engines.base import Config, Engine
 from pycuda_conv.engines.compose.delegate import delegate_filter_key, delegate_refusal, delegate_sum_order, moved, parsed
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import arguments, ceil
 from pycuda_conv.engines.limits import HOPPER
 from pycuda_conv.engines.schedule import INPUT, PACKED, RESIDUAL, RESULT, WEIGHT, WORKSPACE, Arena, Buffer, Schedule
@@ -144,10 +145,10 @@ class _Transposition:
     def time(self) -> float:
         """Microseconds that it should take. The part of a tile that sticks out counts if it is most of the tile."""
         if self._vector == 1 or self.pitch * self.itemsize % 4:
-            rate = SINGLE
+            rate = COST.SINGLE
         else:
-            rate = WIDE if self._wide == self._vector * self.itemsize == 16 else NARROW
-        return BEGIN + 2 * max(self.nbytes, EMPTY * self.tiles * TILE_BYTES) / rate
+            rate = COST.WIDE if self._wide == self._vector * self.itemsize == 16 else COST.NARROW
+        return COST.BEGIN + 2 * max(self.nbytes, COST.EMPTY * self.tiles * TILE_BYTES) / rate
 
     def launch(self, source: BufferSlice, target: BufferSlice) -> KernelLaunch:
         size = self.itemsize
@@ -258,14 +259,7 @@ def variants(device: Device) -> Iterator[VariantSet]:
 
 # ---- the choice
 
-# Measured on an H200.
-BEGIN = 1.3  # microseconds of a launch, beside its bytes
-#: Bytes read and written in a microsecond: both by 16 bytes a thread; one of them by less; one of them by single elements.
-WIDE, NARROW, SINGLE = 3.1e6, 3.2e6, 1.9e6
-#: Microseconds of an element of wgrad whose taps are written one by one, by the element's bytes. From an H100.
-SCATTERED = {2: 2.5e-6, 4: 4.5e-6}
-EMPTY = 0.4  # part of the time of a tile's bytes that a tile with few of them takes
-FILTER, FILTER_BYTES = 1.7, 0.7e6  # microseconds to pack or to transpose a filter, and its bytes a microsecond
+COST = costs("compose.via_nhwc")
 
 
 def _transposing(problem: ConvProblem) -> float:
@@ -279,7 +273,7 @@ def _packing(problem: ConvProblem) -> float:
     taps = math.prod(problem.filter_size)
     if _of_filter(problem) or taps == 1:
         return 0.0
-    return FILTER + problem.itemsize * math.prod(problem.weight_shape) / FILTER_BYTES
+    return COST.FILTER + problem.itemsize * math.prod(problem.weight_shape) / COST.FILTER_BYTES
 
 
 def _engines(problem: ConvProblem, device: Device) -> Iterator[Engine]:
@@ -314,7 +308,7 @@ def _overhead_us(problem: ConvProblem, delegate: Config) -> float:
     us = _transposing(problem) + _packing(problem)
     # sums that are not split are written directly to their scattered taps
     if _of_filter(problem) and getattr(delegate, "SPLIT", 0) == 1 and math.prod(problem.output_size) > 1:
-        us += SCATTERED[problem.itemsize] * math.prod(problem.result_shape)
+        us += COST.SCATTERED[problem.itemsize] * math.prod(problem.result_shape)
     return us
 
 

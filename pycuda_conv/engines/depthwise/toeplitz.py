@@ -13,6 +13,7 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.depthwise.units import unit_refusal
 from pycuda_conv.engines.geometry import arguments, ceil, near_sides
 from pycuda_conv.engines.limits import AMPERE
@@ -305,14 +306,8 @@ class CostTerms(NamedTuple):
     memory: float  # bytes a microsecond
 
 
-#: Fitted to 56 and 50 times of 20 and 20 layers in float16 on an H100: root mean square of the error 13% and 7%.
-COST_TERMS = {
-    "NCHW": CostTerms(1.96, 4.22, 92.2, 0.1, 0.89, 0.84, 47.0, 3.86, 0.095, 2.95e6),
-    "NHWC": CostTerms(2.54, 4.35, 33.6, 0.37, 0.83, 0.94, 134.0, 4.71, 0.19, 1.46e6),
-}  # fmt: skip
-RESIDENT = {"NCHW": 5, "NHWC": 3}  # blocks of a multiprocessor, as registers allow
-CLOCK = 1700.0  # cycles a microsecond
-LONG = 1.12  # how many times as long it takes with large blocks in NCHW: while one computes, nothing is loaded or stored
+COST = costs("depthwise.toeplitz")
+COST_TERMS = {layout: CostTerms(*terms) for layout, terms in COST.COST_TERMS.items()}
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[DepthwiseToeplitz]:
@@ -331,9 +326,9 @@ def time(problem: ConvProblem, config: DepthwiseToeplitz, device: Device) -> flo
     met, tiles = (r / 2, GRAD_TILES) if _strided(problem) else (r, TILES[stride])
     cycles = tasks * (met * (tiles * steps * terms.product + terms.row) + terms.task) + terms.block
     cycles += unit.planes * (unit.x_rows * unit.units * (terms.whole if whole else terms.eight) + r * unit.taps_pitch * terms.tap)
-    resident = max(1, min(RESIDENT[problem.layout], SHARED_KIB * 1024 // (unit.shared + 1024)))
-    busy = max(1.0, unit.blocks / device.multiprocessors) * cycles / CLOCK
+    resident = max(1, min(COST.RESIDENT[problem.layout], SHARED_KIB * 1024 // (unit.shared + 1024)))
+    busy = max(1.0, unit.blocks / device.multiprocessors) * cycles / COST.CLOCK
     moved = problem.itemsize * (math.prod(problem.input_shape) + math.prod(problem.result_shape) * (2 if problem.has_residual else 1))
     moving = moved / terms.memory * 132 / device.multiprocessors
     us = terms.begin + math.hypot(busy, moving) + terms.wave * ceil(unit.blocks, device.multiprocessors * resident)
-    return us * LONG if problem.layout == "NCHW" and config.UNIT_KIB > UNITS["NCHW"][0] else us
+    return us * COST.LONG if problem.layout == "NCHW" and config.UNIT_KIB > UNITS["NCHW"][0] else us

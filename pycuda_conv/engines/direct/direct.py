@@ -13,6 +13,7 @@ from itertools import islice
 from typing import Any
 
 from pycuda_conv.engines.base import BY_RULE, LAST_RESORT, Config, fastest
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.direct.configs import (
     COMMON,
     CONFIGS,
@@ -385,7 +386,7 @@ def _made_unrolled(d: Mapping[str, int]) -> bool:
     return d["EVERY_H"] == d["EVERY_W"] and d["TOTALS"] == _totals(d["DTYPE"], d["BLOCK_C"])
 
 
-CLEARLY = 1.1  # factor on direct/single.cu's time for planes of more than WARP pixels: its model knows few times
+COST = costs("direct.direct")
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, Config] | None:
@@ -401,7 +402,7 @@ def choose(problem: ConvProblem, device: Device) -> tuple[float, Config] | None:
         legal += [part for config in _for_little_work(problem, device) for part in _in_parts(problem, config)]
     timed = [(time(problem, config, device), config) for config in legal]
     if alone and len(legal) > 1 and math.prod(problem.result_size) > WARP:  # see CLEARLY
-        timed = [(us if us is None or config != Single() else us * CLEARLY, config) for us, config in timed]
+        timed = [(us if us is None or config != Single() else us * COST.CLEARLY, config) for us, config in timed]
     return fastest((BY_RULE if us is None else us, config) for us, config in timed)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pycuda_conv.engines.base import Config, fastest
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import accumulator_bytes, arguments, by_axis, ceil, needs_64_bits
 from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Schedule, grid_refusal
 from pycuda_conv.engines.split_sum import reduce_launch
@@ -129,10 +130,7 @@ def variants(device: Device) -> Iterator[VariantSet]:
 # ---- the choice
 
 
-BEGIN = 3.1  # microseconds of a launch
-STORED = 1.25e6  # bytes of the result, or of a part of it, a microsecond
-LONGER, VOLUME = {16: 1.21, 32: 0.93, 64: 0.98}, 0.88  # relative time beside what is counted: by the rows of a tile; and of volumes
-SECTOR, SCATTERED = 32, 2e6  # bytes that memory writes at once; and bytes of these a microsecond if one element of each is stored
+COST = costs("direct.patch_wgrad")
 
 
 def time(problem: ConvProblem, config: PatchWgrad, device: Device) -> float:
@@ -152,13 +150,13 @@ def time(problem: ConvProblem, config: PatchWgrad, device: Device) -> float:
     blocks, fit = _grid(problem, config), max(1, (256 if wide else 512) // threads)
     steps, deep = ceil(ceil(_pixels(problem), config.SLICES), STEP), max(ceil(blocks, multiprocessors), 1)
     warps = min(fit, deep) * threads / 32
-    busy = deep * steps * step * threads / 32 / (3.1 * warps / (warps + 4)) / 1700
-    waiting = ceil(deep, fit) * steps * 0.6
-    longer = LONGER[config.BLOCK_M] * (VOLUME if problem.has_depth else 1) * (1.45 if problem.itemsize == 2 else 1)
-    us = BEGIN + max(busy, waiting) * longer
-    us += accumulator_bytes(problem) * math.prod(problem.result_shape) / STORED
+    busy = deep * steps * step * threads / 32 / (COST.ISSUED * warps / (warps + 4)) / COST.CLOCK
+    waiting = ceil(deep, fit) * steps * COST.WAIT
+    longer = COST.LONGER[config.BLOCK_M] * (COST.VOLUME if problem.has_depth else 1) * (COST.HALVES if problem.itemsize == 2 else 1)
+    us = COST.BEGIN + max(busy, waiting) * longer
+    us += accumulator_bytes(problem) * math.prod(problem.result_shape) / COST.STORED
     if problem.layout == "CHWN" and math.prod(problem.output_size) > 1:  # neighbouring sums belong to channels, whose filters lie apart
-        us += math.prod(problem.result_shape) * SECTOR / SCATTERED * 132 / multiprocessors
+        us += math.prod(problem.result_shape) * COST.SECTOR / COST.SCATTERED * 132 / multiprocessors
     if config.SLICES > 1:
         us += reduce_time(math.prod(problem.result_shape), config.SLICES, accumulator_bytes(problem), multiprocessors)
     return us

@@ -15,6 +15,7 @@ from itertools import combinations_with_replacement, product
 from typing import Any
 
 from pycuda_conv.engines.base import AMONG_TRANSFORMS, Config, fastest
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import arguments, bits, by_axis, ceil, filter_strides, needs_64_bits
 from pycuda_conv.engines.schedule import (
     BIAS,
@@ -387,14 +388,7 @@ def variants(device: Device) -> Iterator[VariantSet]:
 
 # ---- the choice
 
-#: Microseconds of launches; of 132 multiprocessors for a byte that goes through memory, and besides for each pass of :func:`_passes`; how
-#: much longer it takes by :func:`_batch`; times that a pair's spectrum goes through memory, of a plane and of a volume. Fitted to 12 times
-#: on H200s.
-LAUNCHES, BYTE, PASS = 22.0, 3.0e-7, 5.2e-8
-SLOWER = {8: 1.0, 4: 1.12, 2: 1.19}
-THROUGH, THROUGH_OF_VOLUME = 4.5, 8.5
-#: MACs of a channel's filters that the plain cores of 132 multiprocessors do in a microsecond: transforms have to beat that.
-PLAIN_RATE = 10e6
+COST = costs("fft.blocks")
 #: Lengths of an axis of a plane, and of a volume, that are compared.
 MOST_LENGTHS, MOST_OF_VOLUME = 12, 5
 
@@ -406,10 +400,10 @@ def time(problem: ConvProblem, config: BlockFft, device: Device) -> float:
 
 def _time(problem: ConvProblem, config: BlockFft, batch: int, multiprocessors: int) -> float:
     blocks, threads = _Blocks.of(problem, config), _threads(config, batch)
-    through = THROUGH_OF_VOLUME if config.LENGTH_D > 1 else THROUGH
+    through = COST.THROUGH_OF_VOLUME if config.LENGTH_D > 1 else COST.THROUGH
     spectra = math.prod(config.lengths) * BYTES * through * (_filters(problem) / 2 + problem.result_channels * blocks.pairs)
     passes = [_passes(length, batch, threads) for length in config.lengths if length > 1]
-    return LAUNCHES + spectra * (BYTE + PASS * sum(passes) / len(passes)) * SLOWER[batch] * 132 / multiprocessors
+    return COST.LAUNCHES + spectra * (COST.BYTE + COST.PASS * sum(passes) / len(passes)) * COST.SLOWER[batch] * 132 / multiprocessors
 
 
 @lru_cache(maxsize=1024)
@@ -457,5 +451,5 @@ def choose(problem: ConvProblem, device: Device) -> tuple[float, BlockFft] | Non
     if found is None or problem.algorithm == "fft":
         return found
     us, config = found
-    plain = problem.macs / PLAIN_RATE * 132 / device.multiprocessors
+    plain = problem.macs / COST.PLAIN_RATE * 132 / device.multiprocessors
     return (us * AMONG_TRANSFORMS if us < plain else us), config

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 from pycuda_conv.engines.base import AMONG_TRANSFORMS, Config, fastest
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import accumulator_bytes, arguments, bits, ceil, filter_strides, needs_64_bits
 from pycuda_conv.engines.schedule import (
     BIAS,
@@ -324,21 +325,14 @@ def _tiles(problem: ConvProblem) -> tuple[tuple[int, int], ...]:
     return TILES_OF_FLOAT64 if _number_bytes(problem) == 8 else TILES_OF_FLOATS
 
 
-#: Microseconds of a multiprocessor of an H200 for a pair of tiles, both ways, divided by its numbers times their log2; the same with
-#: room for several pairs (TOGETHER); and to judge a pair. Fitted to 23 times of 13 large filters on H200s and H100s: root mean
-#: square of the error 11%.
-STAGE, TOGETHER, JUDGED = 7.41e-5, 0.00011, 13.7
-#: MACs of a channel's filters that the plain cores of 132 multiprocessors do in a microsecond: transforms have to beat that.
-PLAIN_RATE = 10e6
-#: How much faster transforms must be predicted than other engines: images with dark areas make them two to nine times slower.
-CLEARLY = 1.2
+COST = costs("fft.fft")
 
 
 def time(problem: ConvProblem, config: Fft, device: Device) -> float:
     """Microseconds that `config` should take: launches, transforms, and spectra that go through memory."""
     tiles, size = _Tiles.of(problem, config), _number_bytes(problem)
     alone = 2 * _shared_bytes(problem, config) > shared_limit(device)
-    pair = tiles.frequencies * math.log2(tiles.frequencies) * (STAGE if alone else TOGETHER) * (size // 4) ** 2
+    pair = tiles.frequencies * math.log2(tiles.frequencies) * (COST.STAGE if alone else COST.TOGETHER) * (size // 4) ** 2
     read, written = (channels * tiles.pairs for channels in (problem.operand_channels, problem.result_channels))
     scale = 132 / device.multiprocessors
     spectrum = 2 * tiles.frequencies * size
@@ -351,13 +345,14 @@ def time(problem: ConvProblem, config: Fft, device: Device) -> float:
     def transforms(count: float, share: float) -> float:
         return rounds(count) * share * pair
 
-    us = 22 + transforms(_filters(problem), 0.5) + JUDGED * rounds(problem.groups * tiles.pairs)
+    us = COST.LAUNCHES + transforms(_filters(problem), 0.5) + COST.JUDGED * rounds(problem.groups * tiles.pairs)
     if not _dense(problem):
         return us + transforms(written, 1.0)
     channels = problem.operand_channels // problem.groups
     product = written * channels * spectrum * (1 / COLUMNS + 1 / ROWS)
     moved = 2 * (read + written) * spectrum
-    return us + 8 + transforms(read, 0.5) + transforms(written, 0.5) + (product / 5e6 + moved / 3.5e6) * scale
+    through = product / COST.PRODUCT_MEMORY + moved / COST.MEMORY
+    return us + COST.DENSE_LAUNCHES + transforms(read, 0.5) + transforms(written, 0.5) + through * scale
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Fft]:
@@ -380,6 +375,6 @@ def choose(problem: ConvProblem, device: Device) -> tuple[float, Fft] | None:
     found = fastest((time(problem, config, device), config) for config in configs(problem, device))
     if found is None or problem.algorithm == "fft":
         return found
-    us, config = CLEARLY * found[0], found[1]
-    plain = problem.macs / PLAIN_RATE * 132 / device.multiprocessors
+    us, config = COST.CLEARLY * found[0], found[1]
+    plain = problem.macs / COST.PLAIN_RATE * 132 / device.multiprocessors
     return (us * AMONG_TRANSFORMS if us < plain and not _dense(problem) else us), config

@@ -15,13 +15,11 @@ from typing import Any, NamedTuple
 
 from pycuda_conv.engines.addressing import MOST_PIXELS
 from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_strides, phases
 from pycuda_conv.engines.hopper.common import (
-    ADDED,
-    BEGIN,
     CLOCK,
     MEMORY,
-    PER_ROUND,
     ROW,
     at_once,
     finished_time,
@@ -31,6 +29,9 @@ from pycuda_conv.engines.hopper.common import (
     stage_channels,
     store_mode,
     written_bytes,
+)
+from pycuda_conv.engines.hopper.common import (
+    COST as HOPPER_COST,
 )
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes
 from pycuda_conv.engines.layout import transpose_filter
@@ -269,10 +270,7 @@ def variants(device: Device) -> Iterator[VariantSet]:
 
 # ---- the choice
 
-#: Cycles of a multiprocessor to copy a row of a stage, by the bytes of a copy; and to round it. On an H200 16-byte copies of 16-bit tiles
-#: took 6.1 to 8.7, whether two small tiles shared a multiprocessor or not.
-COPY_CYCLES, ROUND_CYCLES = {16: 6.0, 4: 10.0}, 2.0
-MULTIPLIED = 2.1  # relative time of products beside loads, of the tensor cores' peak
+COST = costs("hopper.gather")
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[GatherNhwc]:
@@ -289,16 +287,16 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[GatherNhwc]:
 def time(problem: ConvProblem, config: GatherNhwc, device: Device) -> float:
     """Microseconds that `config` should take: copies or arithmetic, stores, rounds of tiles; and bytes from and to memory."""
     shared, size = config.CLUSTER > 1, problem.itemsize
-    copies = config.BLOCK_M * (COPY_CYCLES[_runs(problem).copy] + (ROUND_CYCLES if size == 4 else 0))
-    step = max(MULTIPLIED * 2 * config.BLOCK_N * config.BLOCK_M / 64, copies) / CLOCK
+    copies = config.BLOCK_M * (COST.COPY_CYCLES[_runs(problem).copy] + (COST.ROUND_CYCLES if size == 4 else 0))
+    step = max(COST.MULTIPLIED * 2 * config.BLOCK_N * config.BLOCK_M / 64, copies) / CLOCK
     sums = config.BLOCK_M * config.BLOCK_N
-    end = sums * 4 / ADDED if shared else finished_time(problem, config.BLOCK_M, config.BLOCK_N)
+    end = sums * 4 / HOPPER_COST.ADDED if shared else finished_time(problem, config.BLOCK_M, config.BLOCK_N)
     slots, jobs = at_once(device, config.CLUSTER), math.prod(_tiles(problem, config)) * config.CLUSTER
     work = ceil(_stages(problem), config.CLUSTER) * step + end
     rounds = ceil(jobs, slots)
-    us = BEGIN + max(work, rounds * work + (PER_ROUND * (rounds - 1) if shared else 0))
+    us = HOPPER_COST.BEGIN + max(work, rounds * work + (HOPPER_COST.PER_ROUND * (rounds - 1) if shared else 0))
     elements = math.prod(problem.filter_size) * problem.operand_channels
     moved = read_bytes(problem) + written_bytes(problem) + size * math.prod(problem.weight_shape)
     lies = problem.direction == "fprop" and elements * size % 16 == 0
     transposed = 0 if lies else transpose_filter.TIME + 2 * size * math.prod(problem.weight_shape) / MEMORY
-    return max(us, BEGIN + moved / MEMORY) + transposed
+    return max(us, HOPPER_COST.BEGIN + moved / MEMORY) + transposed

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from pycuda_conv.engines.addressing import MOST_PIXELS
 from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, pixel_by_pixel
 from pycuda_conv.engines.hopper.common import CLOCK, ROW, at_once, map_type, most_shared, stage_channels
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes
@@ -179,15 +180,7 @@ def variants(device: Device) -> Iterator[VariantSet]:
 
 # ---- the choice
 
-# Fitted to 218 times of 31 layers on an H100: root mean square of the error 13%. The chosen tile took 2.5% longer than the
-# best in the mean.
-BEGIN, PER_ROUND = 2.97, 1.5  # microseconds of a launch with its first loads, and of each further round of blocks
-WAIT = 0.566  # microseconds that a group waits for its loads of a stage
-GATHERED = 3.5  # cycles of a multiprocessor for a load of 32 elements, or of 64 as pairs
-MULTIPLIED = 2.43  # relative time of products, of the tensor cores' peak
-STORED = 14.1e3  # sums that a multiprocessor writes in a microsecond
-JOINED = 0.75  # microseconds that blocks wait for one another before they add shared sums
-MEMORY = 1.71e6  # bytes a microsecond
+COST = costs("hopper.gathered_planes")
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[GatheredPlanes]:
@@ -206,14 +199,14 @@ def time(problem: ConvProblem, config: GatheredPlanes, device: Device) -> float:
     """Microseconds that `config` should take: loads or products of a stage, or the wait for them; stores, rounds; or memory."""
     (down, across, steps), shared = _tiles(problem, config), config.CLUSTER > 1
     rows = config.BLOCK_N + (config.BLOCK_M if _gathers_filter(problem) else 0)
-    loads = GATHERED * stage_channels(problem) * rows / (64 if _wide(problem) else 32)
-    busy = max(loads, MULTIPLIED * config.BLOCK_M * config.BLOCK_N / 32) / CLOCK
+    loads = COST.GATHERED * stage_channels(problem) * rows / (64 if _wide(problem) else 32)
+    busy = max(loads, COST.MULTIPLIED * config.BLOCK_M * config.BLOCK_N / 32) / CLOCK
     slots, beside, blocks = at_once(device, config.CLUSTER), _blocks_per_sm(config), down * across * config.CLUSTER
     rounds, together = ceil(blocks, slots * beside), min(beside, ceil(blocks, slots))
-    end = config.BLOCK_M * config.BLOCK_N / config.CLUSTER / STORED + (JOINED if shared else 0)
-    work = ceil(steps, config.CLUSTER) * (WAIT / config.GROUPS + busy * together) + end * together
+    end = config.BLOCK_M * config.BLOCK_N / config.CLUSTER / COST.STORED + (COST.JOINED if shared else 0)
+    work = ceil(steps, config.CLUSTER) * (COST.WAIT / config.GROUPS + busy * together) + end * together
     # rows and slices that a stride steps over are not read; columns are, with their neighbours
     stepped = problem.stride[0] * problem.stride[1] if problem.direction == "fprop" else 1
     read = problem.N * problem.operand_channels * math.prod(problem.operand_size) // stepped
     moved = problem.itemsize * (read + math.prod(problem.result_shape) + math.prod(problem.weight_shape))
-    return BEGIN + max(rounds * work + PER_ROUND * (rounds - 1), moved / MEMORY)
+    return COST.BEGIN + max(rounds * work + COST.PER_ROUND * (rounds - 1), moved / COST.MEMORY)

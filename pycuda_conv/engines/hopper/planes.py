@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import arguments, ceil, pixel_by_pixel
 from pycuda_conv.engines.hopper.common import CLOCK, ROW, most_shared
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring
@@ -173,17 +174,7 @@ def variants(device: Device) -> Iterator[VariantSet]:
 
 # ---- the choice
 
-# Fitted to 69 times of 13 layers on H100s: root mean square of the error 6%. The chosen tile took 0.5% longer than the best in the mean,
-# and at most 4%.
-BEGIN = 2.0  # microseconds of a launch with its first loads
-MULTIPLIED = 1.1  # relative time of products beside loads, of the tensor cores' peak
-ROW_CYCLES = 1.2  # cycles of a tensor load for each row
-WAIT_CYCLES = 1000.0  # cycles of a load's latency, which all stages of a ring but one share
-STORED = 40e3  # bytes of the result that a multiprocessor stores to shared memory in a microsecond
-TILE = 0.1  # microseconds of a tile beside its stages and stores
-SHARED = 0.7  # n blocks of a multiprocessor each take n to this power times as long
-MEMORY = 3.1e6  # bytes a microsecond
-NOT_OVERLAPPED = 0.1  # part of the shorter of memory's time and the multiprocessors' that does not overlap the longer
+COST = costs("hopper.planes")
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Planes]:
@@ -200,10 +191,10 @@ def time(problem: ConvProblem, config: Planes, device: Device) -> float:
     down, across, steps = _tiles(problem, config)
     plane = math.prod(problem.operand_size)
     pixels = min(config.BLOCK_N, ceil(plane, BLOCK) * BLOCK)
-    loads = (min(config.BLOCK_M, ceil(problem.result_channels, BLOCK) * BLOCK) + pixels) * ROW_CYCLES
-    step = math.hypot(MULTIPLIED * config.BLOCK_M * config.BLOCK_N / 32, loads, WAIT_CYCLES / (config.STAGES - 1)) / CLOCK
-    end = TILE + 2 * config.BLOCK_M * config.BLOCK_N / STORED
+    loads = (min(config.BLOCK_M, ceil(problem.result_channels, BLOCK) * BLOCK) + pixels) * COST.ROW_CYCLES
+    step = math.hypot(COST.MULTIPLIED * config.BLOCK_M * config.BLOCK_N / 32, loads, COST.WAIT_CYCLES / (config.STAGES - 1)) / CLOCK
+    end = COST.TILE + 2 * config.BLOCK_M * config.BLOCK_N / COST.STORED
     beside = _blocks_per_sm(config)
     rounds = ceil(problem.N * down * across, device.multiprocessors * beside)
-    works = rounds * (steps * step + end) * beside**SHARED, problem.bytes / MEMORY
-    return BEGIN + max(works) + NOT_OVERLAPPED * min(works)
+    works = rounds * (steps * step + end) * beside**COST.SHARED, problem.bytes / COST.MEMORY
+    return COST.BEGIN + max(works) + COST.NOT_OVERLAPPED * min(works)

@@ -14,6 +14,7 @@ from itertools import product
 from typing import Any, ClassVar
 
 from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import arguments, ceil, filter_strides, pixel_by_pixel
 from pycuda_conv.engines.hopper.common import SHARED_BYTES, THREADS
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring
@@ -327,13 +328,7 @@ def _is_listed(d: Mapping[str, int]) -> bool:
 
 #: The most columns with which a tile is tried with a raw filter, by its BLOCKS: each tile along the rows splits them once more.
 RAW_COLUMNS = {1: 32, 2: 64}
-# Fitted to 80 times on an H200: root mean square of the error 8%; the terms of a raw filter, to 23 pairs of times on an H100.
-CLOCK, WAIT_CYCLES = 1794.0, 466  # cycles a microsecond; cycles of a stage beside its products
-FILL, MOVED = 74e3, 25.2e3  # bytes a microsecond to a multiprocessor while all load: from the caches; and from memory and to it
-RESIDUAL_RATE = 10.4e3  # bytes of a residual that a multiprocessor reads and adds in a microsecond
-STORE_TIME = 2.57  # microseconds to store 256 rows x 64 columns
-SPLIT_CYCLES, SPLIT_TIME = 10.5, 1.0  # cycles of a stage to split a column of a raw filter; microseconds of the launch that this saves
-LAUNCHES_TIME = {False: 3.79, True: 2.9}  # microseconds of launches: of fprop and dgrad; of wgrad, before parts are added
+COST = costs("hopper.pointwise")
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Pointwise]:
@@ -363,19 +358,19 @@ def time(problem: ConvProblem, config: Pointwise, device: Device) -> float:
     if wgrad:
         of_columns //= limbs(problem)
     cycles = 4 * products(problem) * config.BLOCKS * config.BLOCK_N  # of 4 times 8 of k, by two consumers
-    wait = WAIT_CYCLES + (SPLIT_CYCLES * config.BLOCK_N if config.RAW_FILTER else 0)
-    step = max((cycles + wait) / CLOCK, (of_rows + of_columns) / FILL)
+    wait = COST.WAIT_CYCLES + (COST.SPLIT_CYCLES * config.BLOCK_N if config.RAW_FILTER else 0)
+    step = max((cycles + wait) / COST.CLOCK, (of_rows + of_columns) / COST.FILL)
     # the first of the tiles that share something reads it from memory
     written = rows * min(config.BLOCK_N, product.columns) * 4
     moved = steps * (of_rows / product.across + (of_columns / product.down if wgrad else 0)) + written
-    tile = max(steps * step + STORE_TIME * rows * config.BLOCK_N / 2**14, moved / MOVED)
+    tile = max(steps * step + COST.STORE_TIME * rows * config.BLOCK_N / 2**14, moved / COST.MOVED)
     if problem.has_residual:
-        tile += written / RESIDUAL_RATE
-    us = LAUNCHES_TIME[wgrad] + ceil(product.tiles, multiprocessors) * tile
+        tile += written / COST.RESIDUAL_RATE
+    us = COST.LAUNCHES_TIME[wgrad] + ceil(product.tiles, multiprocessors) * tile
     if config.SPLIT > 1:
-        us += 2 + math.prod(problem.result_shape) * (8 * config.SPLIT + 4) / 3.5e6
+        us += COST.REDUCE + math.prod(problem.result_shape) * (8 * config.SPLIT + 4) / COST.MEMORY
     if wgrad:
         return us
     if config.RAW_FILTER or _reads_filter(problem):
-        return us - SPLIT_TIME
-    return us + math.prod(problem.weight_shape) * 12 / 3.5e6
+        return us - COST.SPLIT_TIME
+    return us + math.prod(problem.weight_shape) * 12 / COST.MEMORY

@@ -41,8 +41,8 @@ def choose(first: ConvProblem, second: ConvProblem, device: Device) -> tuple[flo
 
     def time(config: DenseNhwc) -> float:
         plain = replace(second, has_bias=False, has_scale=False, has_residual=False, activation=None)
-        stored = second.itemsize * math.prod(second.result_shape) / dense.MEMORY
-        return dense.time(first, config, device) + max(0.0, dense.time(plain, config, device) - dense.BEGIN - stored)
+        stored = second.itemsize * math.prod(second.result_shape) / dense.COST.MEMORY
+        return dense.time(first, config, device) + max(0.0, dense.time(plain, config, device) - dense.HOPPER_COST.BEGIN - stored)
 
     fits = [tile for tile in TILES if dense.refusal(first, tile) is None and dense.refusal(second, tile) is None]
     return min(((time(tile), tile) for tile in fits), key=lambda pair: pair[0])

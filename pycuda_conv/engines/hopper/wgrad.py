@@ -17,12 +17,12 @@ from dataclasses import replace
 from typing import Any
 
 from pycuda_conv.engines.addressing import MOST_PIXELS
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, forward_of, pixel_by_pixel
 from pycuda_conv.engines.hopper.common import CLOCK, ROW, image_map, load_base, map_type, most_shared, pixel_cycles
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes
 from pycuda_conv.engines.hopper.wgrad_form import (
-    COPIED,
-    COPY,
+    FORM_COST,
     WgradNhwc,
     as_loaded,
     as_seen,
@@ -349,22 +349,8 @@ def _is_listed(d: Mapping[str, int]) -> bool:
 
 # ---- the choice
 
-# Fitted to 3300 times of 115 layers, 16 bits and TF32, on H100s: root mean square of the error 9%. STORED and TALL were fitted to 142 later
-# times, with fp32: 10%.
-FIRST, PER_ROUND = 2.43, 1.47  # microseconds of a launch, and of each further round of blocks, which do not persist
-MEMORY = 2.8e6  # bytes a microsecond
-PARTED, STORED = 79e3, 25e3  # bytes a microsecond and multiprocessor: of parts, and of results
-#: Relative times of loads, beside pixel_cycles: those that step through nothing, and im2col.
-BOXED, IM2COL = 1.5 / 3.1, 2.1 / 3.1
-WAIT, STEP = 922, 280  # cycles until a load arrives; cycles of a stage beside its products
-REDUCE, ADDED = 1.2, 3.04e6  # microseconds of the launch that adds the parts, and bytes of parts a microsecond
+COST = costs("hopper.wgrad")
 LEAST_STAGES = 4  # of a run, if there are several
-#: By the bytes of an element's limbs: cycles of a stage for each of a tile's sums, and the relative time of loads beside those of 16 bits.
-PRODUCT, LOADS = {2: 1 / 43, 4: 1 / 13.8, 8: 1 / 5}, {2: 1.0, 4: 1.4, 8: 1.4}
-TALL = 1 / 22  # the same cycles of tall tiles
-FLIPPED_TIME = 1.15  # relative time of flipped tiles in 16 bits
-#: Relative time of loads in grouped layers if a tile has at least MANY_TAPS taps of the same channels.
-CROWDED, MANY_TAPS = 1.35, 3
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[WgradNhwc]:
@@ -420,25 +406,25 @@ def time(problem: ConvProblem, config: WgradNhwc, device: Device) -> float:
     else:
         of_dy, of_x = pixel_cycles(size * loaded.K // packs), pixel_cycles(size * loaded.C // packs)
         cycles = channels * of_dy + columns * of_x
-    crowded = packs > 1 and columns >= MANY_TAPS * block * _tap_blocks(seen)
-    loads = LOADS[factor] * (BOXED if flat else IM2COL) * cycles * (CROWDED if crowded else 1)
+    crowded = packs > 1 and columns >= COST.MANY_TAPS * block * _tap_blocks(seen)
+    loads = COST.LOADS[factor] * (COST.BOXED if flat else COST.IM2COL) * cycles * (COST.CROWDED if crowded else 1)
     sums = config.BLOCK_M * config.BLOCK_N
-    products = (TALL if _tall(config, factor) else PRODUCT[factor]) * sums
-    end = 4 * sums / PARTED if config.SPLIT > 1 else size * sums / STORED
+    products = (COST.TALL if _tall(config, factor) else COST.PRODUCT[factor]) * sums
+    end = 4 * sums / COST.PARTED if config.SPLIT > 1 else size * sums / COST.STORED
 
     def taken(blocks: int) -> float:
         """Microseconds of `blocks` blocks that run at the same time."""
         beside = ceil(blocks, device.multiprocessors)
-        step = _overlapped(beside * products, beside * loads, products + STEP, (WAIT + loads) / (config.STAGES - 1)) / CLOCK
+        step = _overlapped(beside * products, beside * loads, products + COST.STEP, (COST.WAIT + loads) / (config.STAGES - 1)) / CLOCK
         return _part(seen, config) * step + beside * end
 
     blocks, slots = down * across * packs * config.SPLIT, device.multiprocessors * _blocks_per_sm(config, factor)
     again = ceil(blocks, slots) - 1
-    us = again * (taken(slots) + PER_ROUND) + taken(blocks - again * slots)
-    us *= FLIPPED_TIME if config.FLIPPED and size == 2 else 1
-    added = REDUCE + 4 * config.SPLIT * part_sums(problem, config) / ADDED if config.SPLIT > 1 else 0
-    copied = sum(COPY + 32 * args.words / COPIED for _, args in channel_copies(seen))
-    return FIRST + _overlapped(us, _moved(problem) / MEMORY) + added + copied
+    us = again * (taken(slots) + COST.PER_ROUND) + taken(blocks - again * slots)
+    us *= COST.FLIPPED_TIME if config.FLIPPED and size == 2 else 1
+    added = COST.REDUCE + 4 * config.SPLIT * part_sums(problem, config) / COST.ADDED if config.SPLIT > 1 else 0
+    copied = sum(FORM_COST.COPY + 32 * args.words / FORM_COST.COPIED for _, args in channel_copies(seen))
+    return COST.FIRST + _overlapped(us, _moved(problem) / COST.MEMORY) + added + copied
 
 
 def _overlapped(*parts: float) -> float:

@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import (
     Strides,
     arguments,
@@ -259,21 +260,7 @@ def _is_listed(d: Mapping[str, int]) -> bool:
 
 # ---- the choice
 
-# Counted, not measured one by one: the blocks of 76 layers on an H200 in four modes took MEASURED times what is counted, most within a
-# quarter. Fitted once more to 98 times of float32: root mean square of the error 19%.
-MEASURED, MEASURED_FP32 = 2.14, 3.0
-CLOCK = 1700.0  # cycles a microsecond
-BEGIN = 4.53  # microseconds of a launch with its first loads
-MEMORY = 2.3e6  # bytes a microsecond
-PRODUCT_CYCLES = 1.27  # cycles of a multiprocessor for a product of 16 x 8 of half a step's channels
-LOAD_BYTES = 116.0  # bytes that a multiprocessor loads in a cycle from L1 and L2, a lane's channels at once
-SINGLE_CYCLES = 3.2  # cycles of a warp's load of single elements
-SHARED_RATE = 128.0  # bytes a cycle from and to shared memory
-STORE_CYCLES = 25.0  # cycles of a multiprocessor for 32 elements of the result, without their taps; and for as many of a residual
-MANY_ROWS, LARGE = 7, 0.994  # rows of taps from which on blocks take this part of what is counted: they wait less
-WAIT = 340.0  # cycles that a warp waits for a step of channels
-TILE_CYCLES = 1120.0  # cycles of a block for a tile: first loads, barriers
-FILTER_CYCLES = 0.74  # cycles of a block for an element of the filter that it rearranges first
+COST = costs("mma.few_channels")
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[FewChannels]:
@@ -301,22 +288,22 @@ def time(problem: ConvProblem, config: FewChannels, device: Device) -> float:
     steps = ceil(tile.steps, config.PARTS)
     met = tile.taps * rows * steps * eights  # products of a warp, of 16 columns and a step's channels
     loaded = (down.apart * (rows - 1) + tile.taps) * steps
-    multiplying = warps * met * sixteens * 2 * products(problem) * PRODUCT_CYCLES
-    filter_cycles = warps * met * 32 * LANE_BYTES / SHARED_RATE
+    multiplying = warps * met * sixteens * 2 * products(problem) * COST.PRODUCT_CYCLES
+    filter_cycles = warps * met * 32 * LANE_BYTES / COST.SHARED_RATE
     pixels = warps * loaded * 16 * sixteens  # loaded by all warps, a step's channels of each
-    loading = pixels * STEP_BYTES / LOAD_BYTES if _wide_loads(problem) else pixels * STEP_BYTES / size / 32 * SINGLE_CYCLES
+    loading = pixels * STEP_BYTES / COST.LOAD_BYTES if _wide_loads(problem) else pixels * STEP_BYTES / size / 32 * COST.SINGLE_CYCLES
     used, area = problem.filter_size[2] * tile.chunk, tile.rows * tile.columns
     results = tile.rows * tile.tile_q * tile.chunk
     added = config.PARTS * (used * area + results * ceil(problem.filter_size[2], across.every))
-    adding = 4 * added / SHARED_RATE + results / 32 * STORE_CYCLES * (2 if problem.has_residual else 1)
+    adding = 4 * added / COST.SHARED_RATE + results / 32 * COST.STORE_CYCLES * (2 if problem.has_residual else 1)
     workers, combinations = _workers(problem, tile, device), tile.combinations
     together = ceil(workers * combinations, device.multiprocessors)  # blocks of a multiprocessor
-    alone = loaded * WAIT + TILE_CYCLES + adding
+    alone = loaded * COST.WAIT + COST.TILE_CYCLES + adding
     each = max(alone, together * (max(multiplying, loading + filter_cycles) + adding))
-    filled = tile.taps * problem.filter_size[2] * tile.chunk * problem.operand_channels * FILTER_CYCLES + 500
-    factor = MEASURED_FP32 if products(problem) > 1 else MEASURED
-    if tile.taps >= MANY_ROWS:
-        factor *= LARGE
-    us = factor * (ceil(tile.tiles, workers) * each + filled) / CLOCK
+    filled = tile.taps * problem.filter_size[2] * tile.chunk * problem.operand_channels * COST.FILTER_CYCLES + 500
+    factor = COST.MEASURED_FP32 if products(problem) > 1 else COST.MEASURED
+    if tile.taps >= COST.MANY_ROWS:
+        factor *= COST.LARGE
+    us = factor * (ceil(tile.tiles, workers) * each + filled) / COST.CLOCK
     moved = size * (math.prod(problem.input_shape) + math.prod(problem.result_shape) * (2 if problem.has_residual else 1))
-    return BEGIN + max(us, moved / MEMORY)
+    return COST.BEGIN + max(us, moved / COST.MEMORY)

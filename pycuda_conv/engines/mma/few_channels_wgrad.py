@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from pycuda_conv.engines import split_sum
 from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import arguments, ceil, forward_of
 from pycuda_conv.engines.limits import AMPERE
 from pycuda_conv.engines.mma.common import SHARED_BYTES, product_rate
@@ -227,13 +228,7 @@ def variants(device: Device) -> Iterator[VariantSet]:
 
 # ---- the choice
 
-CLOCK = 1700.0     # cycles a microsecond
-MEASURED = 1.33    # relative time beside what is counted: fitted to 144 times of 12 layers on an H200, root mean square of the error 20%
-ISSUED = 2.4       # instructions a cycle
-GROUP_WORK, FETCHED, LOADED = 36, 36, 23  # instructions of 16 pixels beside their products, of a fetched word, of a load of 16 bytes
-TILE, BLOCK = 1000, 4000  # cycles that a block waits in each tile, while another one may run, and at its start and end
-MEMORY = 4.0e6     # bytes a microsecond, of 132 multiprocessors
-BEGIN = 3.0        # microseconds of a launch with its first loads
+COST = costs("mma.few_channels_wgrad")
 WIDTHS, HEIGHTS = (16, 32, 64), (1, 2, 4, 8, 16)  # columns and rows of tiles
 
 
@@ -274,12 +269,12 @@ def _products(m_tiles: int, n_tiles: int, itemsize: int, split: int) -> int:
     """Instructions of a warp for 16 pixels whose elements are split into `split` numbers."""
     fragments = m_tiles * (1 if itemsize == 2 else 8 * split) + 2 * n_tiles
     added = 4 * m_tiles * n_tiles if split == 2 else 0
-    return GROUP_WORK + itemsize // 2 * (fragments + (2 * split - 1) * m_tiles * n_tiles) + added
+    return COST.GROUP_WORK + itemsize // 2 * (fragments + (2 * split - 1) * m_tiles * n_tiles) + added
 
 
 def _loading(words: float, loads: int) -> float:
     """Instructions of a block for `words` words of the thin array and `loads` 16-byte loads of the dense one."""
-    return (FETCHED * words + LOADED * loads) / 32
+    return (COST.FETCHED * words + COST.LOADED * loads) / 32
 
 
 def time(problem: ConvProblem, config: FewChannelsWgrad, device: Device) -> float:
@@ -291,11 +286,11 @@ def time(problem: ConvProblem, config: FewChannelsWgrad, device: Device) -> floa
     multiplied = products(problem) * groups * sums * steps * 16 * 8 * 16 / product_rate(device)
     words, loads = math.prod(_met(roles, config)), config.TILE_P * config.TILE_Q * config.M_TILES * itemsize
     shared = groups * steps * (4 * config.M_TILES + 3 * limbs(problem) * config.N_TILES) + (words + 4 * loads) / 32
-    issued = (groups * _products(config.M_TILES, config.N_TILES, itemsize, limbs(problem)) + _loading(words, loads)) / ISSUED
+    issued = (groups * _products(config.M_TILES, config.N_TILES, itemsize, limbs(problem)) + _loading(words, loads)) / COST.ISSUED
     busy, blocks = max(multiplied, shared, issued), ceil(_grid(problem, config), multiprocessors)  # of a multiprocessor
     at_once = min(blocks, BLOCKS)
-    cycles = ceil(_tiles(problem, config), config.PARTS) * max(at_once * busy, busy + TILE) + BLOCK
-    us = BEGIN + MEASURED * ceil(blocks, BLOCKS) * cycles / CLOCK
+    cycles = ceil(_tiles(problem, config), config.PARTS) * max(at_once * busy, busy + COST.TILE) + COST.BLOCK
+    us = COST.BEGIN + COST.MEASURED * ceil(blocks, BLOCKS) * cycles / COST.CLOCK
     moved = problem.itemsize * (math.prod(problem.input_shape) + math.prod(problem.weight_shape))
-    us = max(us, BEGIN + moved / MEMORY * 132 / multiprocessors)
+    us = max(us, COST.BEGIN + moved / COST.MEMORY * 132 / multiprocessors)
     return us if config.PARTS == 1 and itemsize == 4 else us + split_sum.time(size, config.PARTS, 4, multiprocessors)

@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_last_strides, filter_strides
 from pycuda_conv.engines.limits import AMPERE
 from pycuda_conv.engines.mma.common import SHARED_BYTES
@@ -257,31 +258,7 @@ def _is_listed(d: Mapping[str, int]) -> bool:
 
 # ---- the choice
 
-# Fitted to 480 times of 15 channels-last layers in float16 and TF32, all tiles: root mean square of the error 7%. It is 14% for 70 of 26
-# NCHW layers on an H100, to which only the cycles of separate stores were fitted.
-# 76 later times of 28 random problems on an H200 gave CLOCK, BEGIN and MEMORY: an error of 14% for 22%.
-CLOCK = 1444.0  # cycles a microsecond
-BEGIN = 3.14  # microseconds of a launch with its first loads
-MEMORY = 2.4e6  # bytes a microsecond
-NARROW_MEMORY = {8: 2.7e6, 2: 0.8e6, 1: 0.6e6}  # of tiles that write 32 bytes of a plane's rows, by the pixels that are written at once
-STEP_CYCLES = 7.36  # cycles of a multiprocessor for a warp's step of gemm k, and for each eight of its channels
-EIGHT_CYCLES = 6.97
-#: Steps beyond the first ones take this part of their time: they hide latency that the first ones wait for. It brought the root mean square
-#: of the error from 18% to 13%, for 121 times of layers of 1 to 61 steps on an H100. Float32 in NCHW was fitted separately.
-FIRST_STEPS, LATER_STEPS = 4, 0.605
-HALVES = 2.3  # relative time of three products: of eight layers on an H100, root mean square of the error 10%
-LOAD_CYCLES = 21.3  # cycles of a multiprocessor for what a warp's 32 lanes copy of a patch at once
-STORE_CYCLES = 6.0  # cycles of a multiprocessor to finish and write 16 pixels of eight channels
-APART_CYCLES = {8: 5.0, 4: 8.0, 2: 17.0, 1: 25.0}  # the same in NCHW, by the pixels written at once
-RESIDUAL_CYCLES = 57.0  # the same to add a residual
-TILE_CYCLES = 845.0  # cycles of a block for a tile: barriers
-FILTER_CYCLES = 0.35  # cycles of a multiprocessor for a number of a block's filter
-#: For float32 in NCHW, by products: relative time where a multiprocessor has one block, and where it has more. Fitted to
-#: 123 times of 28 layers on an H100 (root mean square of the error 7%), and scaled to 51 of eleven when the filter was kept as fragments.
-FLOAT_PLANES = {3: (1.08, 0.88), 1: (1.2, 0.7)}
-FLOAT_MEMORY = 2.4e6  # bytes a microsecond
-#: Bytes of results that the cache holds; and bytes a microsecond beyond them if rows are no multiple of 16 bytes, by a tile's columns.
-FLOAT_CACHED, FLOAT_APART = 3e7, {16: 0.7e6, 32: 1.06e6, 64: 1.33e6, 128: 1.9e6}
+COST = costs("mma.few_inputs")
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[FewInputs]:
@@ -311,21 +288,23 @@ def time(problem: ConvProblem, config: FewInputs, device: Device) -> float:
     tile, eights = _tile(problem, config), config.BLOCK_N // 8
     halves = products(problem) == 3
     float_planes = problem.layout == "NCHW" and problem.itemsize == WORD
-    later = 0 if float_planes else max(0, tile.steps - FIRST_STEPS)
-    multiplying = WARPS * (tile.steps - later + later * LATER_STEPS) * (STEP_CYCLES + EIGHT_CYCLES * eights) * (HALVES if halves else 1)
+    later = 0 if float_planes else max(0, tile.steps - COST.FIRST_STEPS)
+    multiplying = WARPS * (tile.steps - later + later * COST.LATER_STEPS) * (COST.STEP_CYCLES + COST.EIGHT_CYCLES * eights)
+    multiplying *= COST.HALVES if halves else 1
     words = tile.patch * tile.pitch * problem.itemsize // WORD
     again = words if tile.copy_at else words // 4 if problem.itemsize == WORD and not halves else 0  # to make the copy, or to round
-    loading = (tile.patch * tile.pitch // tile.unit + again) / 32 * LOAD_CYCLES
-    of_store = STORE_CYCLES if problem.layout == "NHWC" else APART_CYCLES[_run(problem)]
-    storing = TILE_PIXELS // 16 * eights * (of_store + (RESIDUAL_CYCLES if problem.has_residual else 0))
+    loading = (tile.patch * tile.pitch // tile.unit + again) / 32 * COST.LOAD_CYCLES
+    of_store = COST.STORE_CYCLES if problem.layout == "NHWC" else COST.APART_CYCLES[_run(problem)]
+    storing = TILE_PIXELS // 16 * eights * (of_store + (COST.RESIDUAL_CYCLES if problem.has_residual else 0))
     workers = _workers(tile, device)
     together = ceil(workers * tile.chunks, device.multiprocessors)  # blocks of a multiprocessor
-    each = TILE_CYCLES + together * (multiplying + loading + storing)
-    filled = together * config.BLOCK_N * _channels(problem) * math.prod(problem.filter_size) * FILTER_CYCLES
-    us = (ceil(tile.tiles, workers) * each + filled) / CLOCK
+    each = COST.TILE_CYCLES + together * (multiplying + loading + storing)
+    filled = together * config.BLOCK_N * _channels(problem) * math.prod(problem.filter_size) * COST.FILTER_CYCLES
+    us = (ceil(tile.tiles, workers) * each + filled) / COST.CLOCK
     moved = problem.itemsize * (math.prod(problem.input_shape) + math.prod(problem.result_shape) * (2 if problem.has_residual else 1))
     if float_planes:
-        apart = max(0, moved - FLOAT_CACHED) if _run(problem) < 16 // WORD else 0
-        memory = (moved - apart) / FLOAT_MEMORY + apart / FLOAT_APART[config.COLUMNS]
-        return BEGIN + max(us * FLOAT_PLANES[products(problem)][together > 1], memory)
-    return BEGIN + max(us, moved / (NARROW_MEMORY[_run(problem)] if problem.layout == "NCHW" and config.COLUMNS == 16 else MEMORY))
+        apart = max(0, moved - COST.FLOAT_CACHED) if _run(problem) < 16 // WORD else 0
+        memory = (moved - apart) / COST.FLOAT_MEMORY + apart / COST.FLOAT_APART[config.COLUMNS]
+        return COST.BEGIN + max(us * COST.FLOAT_PLANES[products(problem)][together > 1], memory)
+    narrow = problem.layout == "NCHW" and config.COLUMNS == 16
+    return COST.BEGIN + max(us, moved / (COST.NARROW_MEMORY[_run(problem)] if narrow else COST.MEMORY))

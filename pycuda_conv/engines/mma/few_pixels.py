@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import Phase, arguments, ceil, count_phases, phases, places
 from pycuda_conv.engines.hopper.common import MOST_SHARED
 from pycuda_conv.engines.limits import HOPPER
@@ -250,18 +251,7 @@ def _is_listed(d: Mapping[str, int]) -> bool:
 
 # ---- the choice
 
-# Fitted to 659 times of 70 problems on an H200, and again, except the steps, to 117 of float32: root mean square of the error 10%.
-CLOCK = 1700.0  # cycles a microsecond
-BEGIN = 1.34  # microseconds of a launch
-BLOCK_CYCLES, STAGE_CYCLES = 3160.0, 2260.0  # cycles of a block: its tables, first loads, and the cluster's barriers; and of each stage
-STEP_CYCLES = {  # cycles of a quarter of a multiprocessor for a warp's step, by (products, bytes of an element) and pixels
-    (3, 4): {32: 241.0, 56: 396.0}, (1, 4): {32: 105.0, 56: 65.0}, (1, 2): {32: 15.0, 56: 11.0},
-}  # fmt: skip
-WAIT = 302.0  # cycles of a warp for a step, whatever the other warps do
-X_BYTES = 11.9  # bytes of images that a multiprocessor loads in a cycle; the times don't tell the filter's bytes from the stages
-NOT_OVERLAPPED = 0.889  # part of the shorter of loads and products that adds to the longer
-ADDED_CYCLES = 0.615  # cycles of each sum of the tile
-AT_ONCE = {2: 66, 4: 30, 8: 15}  # clusters of 132 multiprocessors if each block is alone on its multiprocessor
+COST = costs("mma.few_pixels")
 CHOSEN_ROWS = ROWS[:2]  # tiles of 128 channels were the fastest for none of 46 problems
 MOST_TILES = 132  # of the largest size: more pixels and channels fill the GPU without clusters
 
@@ -285,15 +275,16 @@ def time(problem: ConvProblem, config: FewPixels, device: Device) -> float:
     assert tile is not None
     first, blocks, groups = tile.phases[0], _blocks(tile, config), WARPS * WARP_M // config.BLOCK_M
     fitting = 1 if products(problem) == 3 or 2 * (tile.shared + STATIC_SHARED) > MOST_SHARED else 2  # on a multiprocessor
-    alone = max(device.multiprocessors * AT_ONCE[config.CLUSTER] // 132, 1)  # clusters
+    alone = max(device.multiprocessors * COST.AT_ONCE[config.CLUSTER] // 132, 1)  # clusters
     rounds, beside = ceil(blocks, alone * fitting * config.CLUSTER), min(fitting, ceil(blocks, alone * config.CLUSTER))
     whole, rest = divmod(first.part, first.stage_units)
     steps = whole * ceil(first.stage_units * first.taps, groups) + ceil(rest * first.taps, groups)
-    step = STEP_CYCLES[products(problem), problem.itemsize][config.BLOCK_N]
-    multiplying = steps * max(WAIT, 2 * beside * step)
-    loading = beside * first.part * UNIT_BYTES * first.positions * (4 // problem.itemsize) / X_BYTES
-    each = BLOCK_CYCLES + STAGE_CYCLES * ceil(first.part, first.stage_units) + ADDED_CYCLES * config.BLOCK_M * config.BLOCK_N * beside
-    return BEGIN + rounds * (each + max(multiplying, loading) + NOT_OVERLAPPED * min(multiplying, loading)) / CLOCK
+    step = COST.STEP_CYCLES[products(problem), problem.itemsize][config.BLOCK_N]
+    multiplying = steps * max(COST.WAIT, 2 * beside * step)
+    loading = beside * first.part * UNIT_BYTES * first.positions * (4 // problem.itemsize) / COST.X_BYTES
+    each = COST.BLOCK_CYCLES + COST.STAGE_CYCLES * ceil(first.part, first.stage_units)
+    each += COST.ADDED_CYCLES * config.BLOCK_M * config.BLOCK_N * beside
+    return COST.BEGIN + rounds * (each + max(multiplying, loading) + COST.NOT_OVERLAPPED * min(multiplying, loading)) / COST.CLOCK
 
 
 def _blocks(tile: _Tile, config: FewPixels) -> int:

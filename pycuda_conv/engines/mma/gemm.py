@@ -15,6 +15,7 @@ from pycuda_conv.engines import packing
 from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing, filter_sizes, packed_key, packed_layout, row_blocks
 from pycuda_conv.engines.addressing import why_not as why_not_packed
 from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil
 from pycuda_conv.engines.hopper.ring import Ring
 from pycuda_conv.engines.limits import AMPERE
@@ -231,11 +232,7 @@ def _is_listed(d: Mapping[str, int]) -> bool:
 
 # ---- the choice
 
-SUSTAINED = 0.8     # part of :func:`product_rate` that tiles reach if nothing else holds them up
-CLOCK = 1450.0      # cycles a microsecond
-SHARED_RATE = 128   # bytes a cycle into or out of shared memory
-FILL = 46.0         # bytes a cycle from L2 into it
-TILE_CYCLES = 1800  # cycles of a tile's start, drain and stores, without what grows with it
+COST = costs("mma.gemm")
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[ImplicitGemm80]:
@@ -260,11 +257,11 @@ def time(problem: ConvProblem, config: ImplicitGemm80, device: Device) -> float:
     packed, addressings = packed_layout(problem)
     tile, filled = config.BLOCK_M * config.BLOCK_N, _ring(config, limbs(problem)).stage
     read = 8 * limbs(problem) * sum(_warp(config)) * 2 * STEP
-    multiplying = products(problem) * tile * STEP / (SUSTAINED * product_rate(device))
-    step = max(multiplying, (filled + read) / SHARED_RATE, filled / FILL)
+    multiplying = products(problem) * tile * STEP / (COST.SUSTAINED * product_rate(device))
+    step = max(multiplying, (filled + read) / COST.SHARED_RATE, filled / COST.FILL)
     cycles = 0.0
     for addressing in addressings:
         steps = ceil(packed.group * math.prod(addressing.taps), STEP)
         rounds = ceil(_blocks(problem, config, addressing), device.multiprocessors)
-        cycles += rounds * (ceil(steps, config.SPLIT) * step + TILE_CYCLES + tile / 8)
-    return cycles / CLOCK + overhead(problem, packed, config.SPLIT)
+        cycles += rounds * (ceil(steps, config.SPLIT) * step + COST.TILE_CYCLES + tile / 8)
+    return cycles / COST.CLOCK + overhead(problem, packed, config.SPLIT)

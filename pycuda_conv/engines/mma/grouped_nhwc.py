@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from pycuda_conv.engines.addressing import MOST_PIXELS
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.channel_units import MOST_STEPS, STEP, Units, chunks_read, cut, pitch, worth_it
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import Phase, arguments, ceil, filter_last_strides, filter_strides, phases, row_major, too_many_phases
 from pycuda_conv.engines.limits import AMPERE
 from pycuda_conv.engines.mma.common import SHARED_BYTES, product_rate
@@ -304,15 +305,7 @@ def _is_listed(d: Mapping[str, int]) -> bool:
 
 # ---- the choice
 
-CLOCK = 1586.0     # cycles a microsecond. It, MEASURED, LAID and BEGIN: fitted to 111 later times of 24 problems, error 14%, before 21%
-MEASURED = 1.5     # relative time beside what is counted: of long blocks on an H200, in 26 layers, most within a quarter
-SHARED_RATE = 128  # bytes a cycle into or out of shared memory
-ISSUED = 2.0       # instructions a cycle
-JOB, LOADED, LAID = 139.0, 39.7, 27.7  # instructions of a job beside its products, of a load of 16 bytes, of a word of the filter
-TILE, BLOCK = 600, 804.0          # cycles of a tile and of a block that nothing hides: barriers, latency
-MEMORY = 4.0e6     # bytes a microsecond, of 132 multiprocessors
-HALO = 0.25        # the part that comes from memory of what tiles load around their own pixels
-BEGIN = 2.87       # microseconds of a launch with its first loads
+COST = costs("mma.grouped_nhwc")
 HEIGHTS, WIDEST, IMAGES = (4, 8, 12, 16), 64, (2, 4, 7, 8)  # rows, most columns of an image, and images of tiles
 
 
@@ -340,10 +333,10 @@ def time(problem: ConvProblem, config: GroupedNhwc, device: Device) -> float:
         blocks = _blocks(problem, config, device, group)
         works = [_work(problem, config, view, device) for view in group]
         cycles = max(ceil(_tiles(view, config), blocks) * work.tile + work.block for view, work in zip(group, works, strict=True))
-        us += BEGIN + MEASURED * ceil(unit_blocks * blocks * len(group), multiprocessors) * cycles / CLOCK
+        us += COST.BEGIN + COST.MEASURED * ceil(unit_blocks * blocks * len(group), multiprocessors) * cycles / COST.CLOCK
         loaded += sum(_tiles(view, config) * unit_blocks * work.loaded for view, work in zip(group, works, strict=True)) / len(views)
     operand = problem.itemsize * problem.N * math.prod(problem.operand_size) * problem.operand_channels
-    return max(us, BEGIN + (problem.bytes + HALO * max(loaded - operand, 0)) / MEMORY * 132 / multiprocessors)
+    return max(us, COST.BEGIN + (problem.bytes + COST.HALO * max(loaded - operand, 0)) / COST.MEMORY * 132 / multiprocessors)
 
 
 class _Work(NamedTuple):
@@ -363,7 +356,7 @@ def _work(problem: ConvProblem, config: GroupedNhwc, view: _PhaseView, device: D
     reads, products = jobs * units.steps * taps * (1 + rows / unrolled), jobs * units.steps * taps * ROWS * 2
     multiplied = products * 16 * 8 * 16 * problem.itemsize // 2 / product_rate(device)
     lines = config.IMAGES * math.prod(_tile_size(view, config)) * ceil(_chunks(problem, config.UNITS), 8)  # of 128 bytes, a cycle each
-    shared = (512 * reads + 16 * loads) / SHARED_RATE + lines
-    issued = (jobs * JOB + products + 3 * reads + LOADED * loads / 32) / ISSUED
+    shared = (512 * reads + 16 * loads) / COST.SHARED_RATE + lines
+    issued = (jobs * COST.JOB + products + 3 * reads + COST.LOADED * loads / 32) / COST.ISSUED
     words = _filter_bytes(problem, config, view) / 4
-    return _Work(max(multiplied, shared, issued) + TILE / BLOCKS, LAID * words / 32 / ISSUED + BLOCK, 16 * loads)
+    return _Work(max(multiplied, shared, issued) + COST.TILE / BLOCKS, COST.LAID * words / 32 / COST.ISSUED + COST.BLOCK, 16 * loads)

@@ -12,6 +12,7 @@ from pycuda_conv.engines import split_sum
 from pycuda_conv.engines.addressing import MOST_PIXELS
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.channel_units import MOST_STEPS, STEP, Units, chunks_read, chunks_written, cut, pitch, worth_it
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import arguments, ceil, forward_of
 from pycuda_conv.engines.limits import AMPERE
 from pycuda_conv.engines.mma.common import SHARED_BYTES, product_rate
@@ -192,15 +193,7 @@ def variants(device: Device) -> Iterator[VariantSet]:
 
 # ---- the choice
 
-CLOCK = 1700.0     # cycles a microsecond
-MEASURED = 1.85    # relative time beside what is counted: of long blocks on an H200, in 13 layers, most within a quarter
-SHARED_RATE = 128  # bytes a cycle into or out of shared memory
-ISSUED = 0.965       # instructions a cycle
-ROW, LOADED = 38.0, 16.0  # instructions of a row of 16 pixels beside its products, and of a load of 16 bytes
-TILE, BLOCK = 720.0, 1000.0  # cycles of a tile and of a block that nothing hides: barriers, latency, stores of sums
-MEMORY = 4.0e6     # bytes a microsecond, of 132 multiprocessors
-HALO = 0.25        # the part that comes from memory of what tiles load around their own pixels
-BEGIN = 1.45        # microseconds of a launch with its first loads
+COST = costs("mma.grouped_nhwc_wgrad")
 HEIGHTS, WIDEST, IMAGES = (2, 4, 8), 64, (2, 4, 7, 8)  # rows, most columns of an image, and images of tiles
 
 
@@ -234,12 +227,12 @@ def time(problem: ConvProblem, config: GroupedWgrad, device: Device) -> float:
     multiplied = rows * taps * 2 * 16 * 8 * 16 / product_rate(device)
     loads = of_x * chunks_read(units, config.UNITS) + of_y * chunks_written(units, config.UNITS)
     lines = of_x * ceil(chunks_read(units, config.UNITS), 8) + of_y * ceil(chunks_written(units, config.UNITS), 8)  # of 128 bytes
-    shared = (512 * rows * (1 + taps) + 16 * loads) / SHARED_RATE + lines
-    issued = (rows * (ROW + 6 * taps) + LOADED * loads / 32) / ISSUED
+    shared = (512 * rows * (1 + taps) + 16 * loads) / COST.SHARED_RATE + lines
+    issued = (rows * (COST.ROW + 6 * taps) + COST.LOADED * loads / 32) / COST.ISSUED
     tiles = _tiles(problem, config)
-    cycles = ceil(tiles, config.PARTS) * (max(multiplied, shared, issued) + TILE / BLOCKS) + BLOCK
-    us = BEGIN + MEASURED * ceil(unit_blocks * tap_blocks * config.PARTS, multiprocessors) * cycles / CLOCK
+    cycles = ceil(tiles, config.PARTS) * (max(multiplied, shared, issued) + COST.TILE / BLOCKS) + COST.BLOCK
+    us = COST.BEGIN + COST.MEASURED * ceil(unit_blocks * tap_blocks * config.PARTS, multiprocessors) * cycles / COST.CLOCK
     read = 2.0 * (math.prod(forward.input_shape) + math.prod(forward.result_shape))
-    moved = read + HALO * max(16 * loads * tiles * unit_blocks - read, 0) + read * (tap_blocks - 1)
-    us = max(us, BEGIN + moved / MEMORY * 132 / multiprocessors)
+    moved = read + COST.HALO * max(16 * loads * tiles * unit_blocks - read, 0) + read * (tap_blocks - 1)
+    us = max(us, COST.BEGIN + moved / COST.MEMORY * 132 / multiprocessors)
     return us if config.PARTS == 1 else us + split_sum.time(size, config.PARTS, 4, multiprocessors)
