@@ -4,14 +4,18 @@ import ast
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from reference import fprop
 
 import pycuda_conv
 from pycuda_conv.engines import costs
+from pycuda_conv.engines.hopper import planes
 
 ENGINES = Path(pycuda_conv.__file__).parent / "engines"
 TABLE = json.loads((costs.FOLDER / costs.REFERENCE).read_text())
+H200 = SimpleNamespace(backend="cuda", capability=(9, 0), multiprocessors=132, model="NVIDIA H200")
 #: Numbers that are no constants of a model: halves and doubles, units, and what a function tries.
 PLAIN = {0.0, 0.5, 1.0, 2.0, 1e6}
 OTHERS = {
@@ -44,6 +48,16 @@ def test_a_constant_that_is_not_there_is_an_error():
     with pytest.raises(AttributeError, match="there is no cost NONE in"):
         costs.costs("mma.few_inputs").NONE  # noqa: B018
     assert costs.read_as({"64x32": [1, [2.0, 3]], "8": 1, "name": 2}) == {(64, 32): (1, (2.0, 3)), 8: 1, "name": 2}
+
+
+def test_constants_are_replaced_for_a_while():
+    problem = fprop((8, 64, 28, 28), (64, 64, 1, 1)).problem("float16")
+    before = planes.time(problem, planes.Planes(), H200)
+    with costs.replaced({"hopper.planes": {"BEGIN": 102.0}}):
+        assert planes.time(problem, planes.Planes(), H200) == pytest.approx(before + 100)
+    assert planes.time(problem, planes.Planes(), H200) == before
+    with pytest.raises(AttributeError, match="no cost START"), costs.replaced({"hopper.planes": {"START": 1.0}}):
+        pass
 
 
 @pytest.mark.parametrize("path", sorted(ENGINES.rglob("*.py")), ids=lambda path: str(path.relative_to(ENGINES)))

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ class Costs:
         raise AttributeError(f"there is no cost {name} in {FOLDER / REFERENCE}")
 
 
+@cache
 def costs(engine: str) -> Costs:
     """The constants of an engine's model, by its module's name, as "mma.few_inputs".
 
@@ -40,6 +43,19 @@ def costs(engine: str) -> Costs:
         The file has none of it.
     """
     return Costs({name: read_as(entry[0]) for name, entry in _table()[engine].items() if name != "about"})
+
+
+@contextmanager
+def replaced(values: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
+    """Inside the block these constants count, by engine and name. It is for fits: choices, and tables that are made of constants, stay."""
+    before = {engine: {name: getattr(costs(engine), name) for name in some} for engine, some in values.items()}
+    try:
+        for engine, some in values.items():
+            vars(costs(engine)).update(some)
+        yield
+    finally:
+        for engine, some in before.items():
+            vars(costs(engine)).update(some)
 
 
 @cache
