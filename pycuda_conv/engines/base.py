@@ -174,8 +174,9 @@ def _unsupported(engine: Any, device: Device) -> str | None:
 
 
 def _refusal(engine: Any, problem: ConvProblem, config: Any) -> str | None:
-    """The first sentence of its declarations, TAKES and TILES."""
-    return engine.TAKES.why_not(problem) or engine.TILES.refusal(problem, config)
+    """What its declaration LEGAL says, which includes TAKES."""
+    reason: str | None = engine.LEGAL.refusal(problem, config)
+    return reason
 
 
 def _choose(engine: Any, problem: ConvProblem, device: Device) -> tuple[float, Config] | None:

@@ -35,7 +35,7 @@ from pycuda_conv.engines.hopper.common import (
 )
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes
 from pycuda_conv.engines.layout import transpose_filter
-from pycuda_conv.engines.limits import HOPPER
+from pycuda_conv.engines.limits import HOPPER, Takes, Tiles
 from pycuda_conv.engines.packed_product import written_places
 from pycuda_conv.engines.schedule import (
     BIAS,
@@ -80,6 +80,7 @@ CONFIGS = (GatherNhwc,)
 LAYOUTS = ("NHWC",)
 RUNS_ON = HOPPER
 TENSOR_CORES = True
+ORDER = ("CLUSTER",)  # what the order of sums depends on
 MOST_VARIANTS = {"cuda": 36}
 
 
@@ -110,37 +111,21 @@ def _runs(problem: ConvProblem) -> _Runs:
     return _Runs((t, r, s), channels, copy(channels))
 
 
-def why_not(problem: ConvProblem) -> str | None:
-    """Why the kernel can't run `problem`, or None if it can."""
-    if problem.layout != "NHWC" or problem.groups != 1:
-        return "it takes arrays with their channels last, of one group"
-    reason = why_not_one_product(problem)
-    if reason:
-        return reason
-    if problem.direction == "dgrad" and problem.stride != (1, 1, 1):
-        return "it computes gradients of convolutions without stride"
-    if not _runs(problem).copy:
-        return "its copies are of 4 bytes"
-    if problem.largest_array >= 2**31 or problem.N * math.prod(problem.result_size) >= MOST_PIXELS:
-        return "it counts elements and pixels in 32 bits"
-    if sum(_runs(problem).taps) > MOST_TAPS:
-        return f"its masks have {MOST_TAPS} taps: of rows, columns and slices"
-    return None
-
-
-def refusal(problem: ConvProblem, config: GatherNhwc) -> str | None:
-    """Why `config` can't run `problem`, or None if it can."""
-    reason = why_not(problem)
-    if reason:
-        return reason
-    if config.BLOCK_M not in (64, 128) or config.BLOCK_N not in COLUMNS:
-        return f"a tile has 64 or 128 pixels and {', '.join(map(str, COLUMNS))} channels"
-    if config.CLUSTER not in CLUSTERS:
-        return f"a tile is shared by {', '.join(map(str, CLUSTERS))} blocks"
+def _fits(problem: ConvProblem, config: GatherNhwc) -> str | None:
     ring = _ring(config)
     if config.CLUSTER > 1 and sum_bytes(config.BLOCK_M, config.BLOCK_N) > config.STAGES * ring.stage:
         return "its ring leaves no room for the sums of a tile that is shared"
     return ring.refusal(config.STAGES, config.CLUSTER)
+
+
+TAKES = Takes(
+    ("it takes arrays with their channels last, of one group", lambda p: p.layout == "NHWC" and p.groups == 1), why_not_one_product,
+    ("it computes gradients of convolutions without stride", lambda p: p.direction != "dgrad" or p.stride == (1, 1, 1)),
+    ("its copies are of 4 bytes", lambda p: _runs(p).copy > 0),
+    ("it counts elements and pixels in 32 bits", lambda p: p.largest_array < 2**31 and p.N * math.prod(p.result_size) < MOST_PIXELS),
+    (f"its masks have {MOST_TAPS} taps: of rows, columns and slices", lambda p: sum(_runs(p).taps) <= MOST_TAPS),
+)  # fmt: skip
+LEGAL = Tiles(TAKES, GatherNhwc, _fits, BLOCK_M=(64, 128), BLOCK_N=COLUMNS, CLUSTER=CLUSTERS)
 
 
 def _blocks_per_sm(config: GatherNhwc) -> int:
@@ -252,11 +237,6 @@ def filter_key(problem: ConvProblem, config: GatherNhwc) -> Hashable:
     return "gathered", problem.direction, problem.dtype, problem.C, problem.K, problem.filter_size
 
 
-def sum_order(problem: ConvProblem, config: GatherNhwc) -> Hashable:
-    """How many blocks cut a sum; all tiles sum the stages in the same order."""
-    return config.CLUSTER
-
-
 def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each tile and type, and each size of copies. The texts that transpose filters are listed by another engine."""
     for (rows, columns), clusters in TILES.items():
@@ -275,12 +255,12 @@ COST = costs("hopper.gather")
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[GatherNhwc]:
     """The configurations worth comparing for `problem`; none if tensor loads leave no gaps."""
-    if why_not(problem) or problem.operand_channels * problem.itemsize % ROW == 0:
+    if TAKES.why_not(problem) or problem.operand_channels * problem.itemsize % ROW == 0:
         return
     for (rows, columns), clusters in TILES.items():
         for cluster in clusters:
             config = GatherNhwc(rows, columns, _max_stages(rows, columns, cluster), cluster)
-            if (cluster == 1 or _stages(problem) >= 2 * cluster) and refusal(problem, config) is None:
+            if (cluster == 1 or _stages(problem) >= 2 * cluster) and LEGAL.refusal(problem, config) is None:
                 yield config
 
 

@@ -7,7 +7,7 @@ Tiles go on from one image to the next. Threads load what a tile reads, so one l
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from pycuda_conv.engines.addressing import MOST_PIXELS
@@ -16,7 +16,7 @@ from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, pixel_by_pixel
 from pycuda_conv.engines.hopper.common import CLOCK, ROW, at_once, map_type, most_shared, stage_channels
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes
-from pycuda_conv.engines.limits import HOPPER
+from pycuda_conv.engines.limits import HOPPER, ONE_GROUP, Takes, Tiles
 from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, why_not_one_product
@@ -50,47 +50,36 @@ CONFIGS = (GatheredPlanes,)
 LAYOUTS = ("NCHW",)
 RUNS_ON = HOPPER
 TENSOR_CORES = True
+ORDER = ("CLUSTER",)  # what the order of sums depends on
 MOST_VARIANTS = {"cuda": 60}
 
 
 # ---- what runs
 
 
-def why_not(problem: ConvProblem) -> str | None:
-    """Why the kernel can't run `problem`, or None if it can."""
-    if problem.groups != 1:
-        return "it takes arrays of one group"
-    reason = why_not_one_product(problem)
-    if reason:
-        return reason
-    if problem.filter_size != (1, 1, 1):
-        return "it takes 1x1 filters"
-    if not _gathers_filter(problem) and problem.weight_shape[1] * problem.itemsize % 16:
-        return "tensor loads take rows of the filter of a multiple of 16 bytes"
-    if problem.largest_array >= 2**31 or problem.N * math.prod(problem.result_size) >= MOST_PIXELS:
-        return "it counts elements and pixels in 32 bits"
-    return None
+def _fits(problem: ConvProblem, config: GatheredPlanes) -> str | None:
+    shares, ring = TILES[config.BLOCK_M, config.BLOCK_N], _ring(config)
+    if (config.CLUSTER, config.GROUPS) not in shares:
+        return f"its blocks and groups are {', '.join(f'{blocks} and {groups}' for blocks, groups in shares)}"
+    if sum_bytes(config.BLOCK_M, config.BLOCK_N) > config.STAGES * ring.stage:
+        return "its ring leaves no room for the sums of a tile"
+    return ring.refusal(config.STAGES, config.CLUSTER)
+
+
+TAKES = Takes(
+    ONE_GROUP, why_not_one_product, ("it takes 1x1 filters", lambda p: p.filter_size == (1, 1, 1)),
+    (
+        "tensor loads take rows of the filter of a multiple of 16 bytes",
+        lambda p: _gathers_filter(p) or p.weight_shape[1] * p.itemsize % 16 == 0,
+    ),
+    ("it counts elements and pixels in 32 bits", lambda p: p.largest_array < 2**31 and p.N * math.prod(p.result_size) < MOST_PIXELS),
+)  # fmt: skip
+LEGAL = Tiles(TAKES, GatheredPlanes, _fits, together={("BLOCK_M", "BLOCK_N"): TILES})
 
 
 def _gathers_filter(problem: ConvProblem) -> bool:
     """Whether threads load the filter, because wgmma can't read it as it lies."""
     return problem.direction == "dgrad" and problem.itemsize == 4
-
-
-def refusal(problem: ConvProblem, config: GatheredPlanes) -> str | None:
-    """Why `config` can't run `problem`, or None if it can."""
-    reason = why_not(problem)
-    if reason:
-        return reason
-    if (config.BLOCK_M, config.BLOCK_N) not in TILES:
-        return f"its tiles are of {', '.join(f'{rows} x {pixels}' for rows, pixels in TILES)} channels and pixels"
-    shares = TILES[config.BLOCK_M, config.BLOCK_N]
-    if (config.CLUSTER, config.GROUPS) not in shares:
-        return f"its blocks and groups are {', '.join(f'{blocks} and {groups}' for blocks, groups in shares)}"
-    ring = _ring(config)
-    if sum_bytes(config.BLOCK_M, config.BLOCK_N) > config.STAGES * ring.stage:
-        return "its ring leaves no room for the sums of a tile"
-    return ring.refusal(config.STAGES, config.CLUSTER)
 
 
 def _blocks_per_sm(config: GatheredPlanes) -> int:
@@ -162,11 +151,6 @@ def _tiles(problem: ConvProblem, config: GatheredPlanes) -> tuple[int, int, int]
     return ceil(problem.result_channels, config.BLOCK_M), ceil(pixels, config.BLOCK_N), steps
 
 
-def sum_order(problem: ConvProblem, config: GatheredPlanes) -> Hashable:
-    """How many blocks cut a sum."""
-    return config.CLUSTER
-
-
 def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each tile, CLUSTER, type and direction."""
     for (rows, pixels), shares in TILES.items():
@@ -185,7 +169,7 @@ COST = costs("hopper.gathered_planes")
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[GatheredPlanes]:
     """The configurations worth comparing for `problem`."""
-    if why_not(problem):
+    if TAKES.why_not(problem):
         return
     for (rows, pixels), shares in TILES.items():
         for cluster, groups in shares:

@@ -7,16 +7,16 @@ packed or transposed: neither planes nor the filter, in fprop or dgrad.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.costs import costs
-from pycuda_conv.engines.geometry import arguments, ceil, pixel_by_pixel
+from pycuda_conv.engines.geometry import arguments, ceil
 from pycuda_conv.engines.hopper.common import CLOCK, ROW, most_shared
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring
-from pycuda_conv.engines.limits import HOPPER
+from pycuda_conv.engines.limits import HALVES, HOPPER, IN_32_BITS, NOT_EMPTY, ONE_GROUP, POINTWISE, Takes, Tiles
 from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF
@@ -55,35 +55,22 @@ CONFIGS = (Planes,)
 LAYOUTS = ("NCHW",)
 RUNS_ON = HOPPER
 TENSOR_CORES = True
+ORDER = ()  # all sum alike
 MOST_VARIANTS = {"cuda": 24}
 
 
 # ---- what runs
 
 
-def why_not(problem: ConvProblem) -> str | None:
-    """Why the kernel can't run `problem`, or None if it can."""
-    if problem.itemsize != 2 or problem.groups != 1:
-        return "it takes float16 and bfloat16 arrays of one group"
-    if problem.is_empty:
-        return "there is nothing to compute"
-    if not pixel_by_pixel(problem):
-        return "it takes 1x1 filters without stride and padding"
-    if math.prod(problem.operand_size) % 8 or problem.weight_shape[1] % 8:
-        return "tensor loads take planes, and rows of the filter, of a multiple of 16 bytes"
-    if problem.largest_array >= 2**31:
-        return "it counts in 32 bits"
-    return None
-
-
-def refusal(problem: ConvProblem, config: Planes) -> str | None:
-    """Why `config` can't run `problem`, or None if it can."""
-    reason = why_not(problem)
-    if reason:
-        return reason
-    if (config.BLOCK_M, config.BLOCK_N) not in TILES:
-        return f"its tiles are of {', '.join(f'{rows} x {pixels}' for rows, pixels in TILES)} channels and pixels"
-    return _ring(config).refusal(config.STAGES)
+TAKES = Takes(
+    HALVES, ONE_GROUP, NOT_EMPTY, POINTWISE,
+    (
+        "tensor loads take planes, and rows of the filter, of a multiple of 16 bytes",
+        lambda problem: math.prod(problem.operand_size) % 8 == 0 == problem.weight_shape[1] % 8,
+    ),
+    IN_32_BITS,
+)  # fmt: skip
+LEGAL = Tiles(TAKES, Planes, lambda _, config: _ring(config).refusal(config.STAGES), together={("BLOCK_M", "BLOCK_N"): TILES})
 
 
 def _blocks_per_sm(config: Planes) -> int:
@@ -157,11 +144,6 @@ def _tiles(problem: ConvProblem, config: Planes) -> tuple[int, int, int]:
     return ceil(problem.result_channels, config.BLOCK_M), ceil(plane, config.BLOCK_N), ceil(problem.operand_channels, BLOCK)
 
 
-def sum_order(problem: ConvProblem, config: Planes) -> Hashable:
-    """The same for all tiles."""
-    return None
-
-
 def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each tile, type and direction."""
     for (rows, pixels), own in TILES.items():
@@ -179,7 +161,7 @@ COST = costs("hopper.planes")
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Planes]:
     """The configurations worth comparing for `problem`."""
-    if why_not(problem):
+    if TAKES.why_not(problem):
         return
     for rows, pixels in TILES:
         if rows == 64 or problem.result_channels > rows - 64:

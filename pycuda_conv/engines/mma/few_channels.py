@@ -6,7 +6,7 @@ Other engines' tiles have 64 of these channels or more, and load the input once 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from pycuda_conv.engines.geometry import (
     read_strides,
     written_strides,
 )
-from pycuda_conv.engines.limits import AMPERE
+from pycuda_conv.engines.limits import AMPERE, NOT_EMPTY, TWO_AXES, Takes, Tiles, types
 from pycuda_conv.engines.mma.common import SHARED_BYTES
 from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
 from pycuda_conv.engines.struct import kernel_struct
@@ -58,6 +58,7 @@ CONFIGS = (FewChannels,)
 LAYOUTS = "NCHW", "NHWC"
 RUNS_ON = AMPERE
 TENSOR_CORES = True
+ORDER = ("PARTS",)  # what the order of sums depends on
 MOST_VARIANTS = {"cuda": 32}
 
 
@@ -67,38 +68,17 @@ FewChannelsArguments = kernel_struct("few_channels", "FewChannelsArguments")
 # ---- what runs
 
 
-def why_not(problem: ConvProblem) -> str | None:
-    """Why the engine can't run `problem` whatever the tile, or None if it can."""
-    if problem.layout not in LAYOUTS or problem.groups != 1:
-        return "it computes forward convolutions and gradients by the input, of one group"
-    if problem.dtype not in ELEMENTS:
-        return "it takes float16, bfloat16 and float32 arrays"
-    if problem.is_empty:
-        return "there is nothing to compute"
-    if problem.has_depth:
-        return "it takes at most two spatial axes"
-    images = problem.operand_channels * math.prod(problem.operand_size), problem.result_channels * math.prod(problem.result_size)
-    if max(*images, math.prod(problem.weight_shape)) >= 2**30:
-        return "it counts the elements of an image and of the filter in 32 bits"
-    if _axis(problem, 1).step * images[0] // problem.operand_size[1] >= 2**30:
-        return "it counts the elements between two taps in 32 bits"
-    return None
+def _apart(problem: ConvProblem) -> int:
+    """Elements of the input from a tap to the next."""
+    return _axis(problem, 1).step * problem.operand_channels * math.prod(problem.operand_size) // problem.operand_size[1]
 
 
-def refusal(problem: ConvProblem, config: FewChannels) -> str | None:
-    """Why `config` can't run `problem`, or None if it can."""
-    reason = why_not(problem)
-    if reason:
-        return reason
-    if config.BLOCK_N not in [8 * tiles for tiles in TILES] or (config.WARPS_W, config.PARTS) not in SHAPES:
-        return f"BLOCK_N must be one of {', '.join(str(8 * tiles) for tiles in TILES)}, and (WARPS_W, PARTS) one of {SHAPES}"
+def _fits(problem: ConvProblem, config: FewChannels) -> str | None:
     if problem.filter_size[2] > config.BLOCK_N:
         return f"a row of the filter has {problem.filter_size[2]} taps; its tile has {config.BLOCK_N} columns"
     tile = _tile(problem, config)
     if tile.tile_q < 1:
         return f"a row of the filter reaches beyond the tile's {tile.columns} columns of the input"
-    if tile.shared > SHARED_BYTES:
-        return f"the filter and its sums take {tile.shared:,} bytes of shared memory; a block has {SHARED_BYTES:,}"
     if tile.tiles * tile.combinations > GRID_LIMIT or tile.chunks * tile.chunk * tile.tile_q * tile.rows > GRID_LIMIT:
         return f"it has more than {GRID_LIMIT:,} tiles"
     return None
@@ -194,6 +174,23 @@ def _wide_loads(problem: ConvProblem) -> bool:
     return problem.layout == "NHWC" and problem.operand_channels * problem.itemsize % LANE_BYTES == 0
 
 
+TAKES = Takes(
+    ("it computes forward convolutions and gradients by the input, of one group", lambda p: p.layout in LAYOUTS and p.groups == 1),
+    types(*ELEMENTS), NOT_EMPTY, TWO_AXES,
+    (
+        "it counts the elements of an image and of the filter in 32 bits",
+        lambda p: max(
+            p.operand_channels * math.prod(p.operand_size), p.result_channels * math.prod(p.result_size), math.prod(p.weight_shape)
+        ) < 2**30,
+    ),
+    ("it counts the elements between two taps in 32 bits", lambda p: _apart(p) < 2**30),
+)  # fmt: skip
+LEGAL = Tiles(
+    TAKES, FewChannels, _fits, shared=(lambda problem, config: _tile(problem, config).shared, SHARED_BYTES),
+    BLOCK_N=[8 * eights for eights in TILES], together={("WARPS_W", "PARTS"): SHAPES},
+)  # fmt: skip
+
+
 # ---- launches
 
 
@@ -241,11 +238,6 @@ def _launch(problem: ConvProblem, config: FewChannels, device: Device, filter_st
     )
 
 
-def sum_order(problem: ConvProblem, config: FewChannels) -> Hashable:
-    """The order of a sum: rows of taps, and in each a part's channels; the taps of a row; the parts."""
-    return FewChannels, config.PARTS
-
-
 def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each tile, type and arithmetic."""
     common = {"TYPE": tuple(ELEMENTS.values()), "PRODUCTS": (1, 3), "WIDE_LOADS": FLAG}
@@ -265,15 +257,10 @@ COST = costs("mma.few_channels")
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[FewChannels]:
     """The configurations worth comparing for `problem`: every shape of each tile that is not too wide; none if it has many channels."""
-    if problem.result_channels > MOST_CHANNELS or why_not(problem):
-        return
     columns = problem.filter_size[2] * problem.result_channels
-    for eights in TILES:
-        if eights == 1 or columns > 8 * (eights // 2):
-            for shape in SHAPES:
-                config = FewChannels(8 * eights, *shape)
-                if refusal(problem, config) is None:
-                    yield config
+    if problem.result_channels <= MOST_CHANNELS:
+        narrow = [8 * eights for eights in TILES if eights == 1 or columns > 8 * (eights // 2)]
+        yield from LEGAL.legal(problem, BLOCK_N=narrow)
 
 
 def time(problem: ConvProblem, config: FewChannels, device: Device) -> float:

@@ -8,7 +8,7 @@ of TF32 halves.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -16,9 +16,9 @@ from typing import NamedTuple
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_last_strides, filter_strides
-from pycuda_conv.engines.limits import AMPERE
+from pycuda_conv.engines.limits import AMPERE, IN_32_BITS, NOT_EMPTY, Takes, Tiles, types
 from pycuda_conv.engines.mma.common import SHARED_BYTES
-from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
+from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, products
 from pycuda_conv.engines.variants import FLAG, VariantSet
@@ -50,6 +50,7 @@ CONFIGS = (FewInputs,)
 LAYOUTS = "NHWC", "NCHW"
 RUNS_ON = AMPERE
 TENSOR_CORES = True
+ORDER = ()  # all sum alike
 MOST_VARIANTS = {"cuda": 32}
 
 
@@ -57,40 +58,6 @@ FewInputsArguments = kernel_struct("few_inputs", "FewInputsArguments")
 
 
 # ---- what runs
-
-
-def why_not(problem: ConvProblem) -> str | None:
-    """Why the engine can't run `problem` whatever the tile, or None if it can."""
-    if problem.layout not in LAYOUTS or problem.direction not in ("fprop", "dgrad"):
-        return "it takes arrays with their channels last, or in NCHW"
-    if problem.layout == "NHWC" and problem.groups != 1:
-        return "with channels last it takes arrays of one group"
-    if problem.dtype == "float64":
-        return "it takes arrays of float32, float16 and bfloat16"
-    if problem.is_empty:
-        return "there is nothing to compute"
-    if problem.direction == "dgrad" and problem.stride != (1, 1, 1):
-        return "it computes gradients of convolutions without stride"
-    if problem.dilation[2] > 1 and problem.dilation[2] * _pixel(problem) * problem.itemsize % WORD:
-        return "taps that are apart begin at multiples of 4 bytes"
-    if problem.largest_array >= 2**31:
-        return "it counts elements in 32 bits"
-    return None
-
-
-def refusal(problem: ConvProblem, config: FewInputs) -> str | None:
-    """Why `config` can't run `problem`, or None if it can."""
-    reason = why_not(problem)
-    if reason:
-        return reason
-    if config.BLOCK_N not in CHANNELS or config.COLUMNS not in COLUMNS:
-        return f"BLOCK_N must be one of {', '.join(map(str, CHANNELS))}, and COLUMNS one of {', '.join(map(str, COLUMNS))}"
-    tile = _tile(problem, config)
-    if tile.shared > SHARED_BYTES:
-        return f"the filter and a patch of the input take {tile.shared:,} bytes of shared memory; a block has {SHARED_BYTES:,}"
-    if tile.tiles * tile.chunks > GRID_LIMIT:
-        return f"it has more than {GRID_LIMIT:,} tiles"
-    return None
 
 
 class _Tile(NamedTuple):
@@ -190,6 +157,22 @@ def _workers(tile: _Tile, device: Device) -> int:
     return min(tile.tiles, max(1, ceil(device.multiprocessors * _resident(tile), tile.chunks)))
 
 
+TAKES = Takes(
+    ("it takes arrays with their channels last, or in NCHW", lambda p: p.layout in LAYOUTS and p.direction in ("fprop", "dgrad")),
+    ("with channels last it takes arrays of one group", lambda p: p.layout != "NHWC" or p.groups == 1), types(*ELEMENTS), NOT_EMPTY,
+    ("it computes gradients of convolutions without stride", lambda p: p.direction == "fprop" or p.stride == (1, 1, 1)),
+    (
+        "taps that are apart begin at multiples of 4 bytes",
+        lambda p: p.dilation[2] == 1 or p.dilation[2] * _pixel(p) * p.itemsize % WORD == 0,
+    ),
+    IN_32_BITS,
+)  # fmt: skip
+LEGAL = Tiles(
+    TAKES, FewInputs, shared=(lambda problem, config: _tile(problem, config).shared, SHARED_BYTES),
+    blocks=lambda problem, config: _blocks(problem, config), BLOCK_N=CHANNELS, COLUMNS=COLUMNS,
+)  # fmt: skip
+
+
 # ---- launches
 
 
@@ -240,11 +223,6 @@ def _launch(problem: ConvProblem, config: FewInputs, device: Device, filter_step
     )  # fmt: skip
 
 
-def sum_order(problem: ConvProblem, config: FewInputs) -> Hashable:
-    """The same for all tiles: they sum gemm k in one order."""
-    return FewInputs
-
-
 def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each type, BLOCK_N and layout."""
     choices = {"TYPE": tuple(ELEMENTS.values()), "BLOCK_N": CHANNELS, "PLANES": FLAG, "PRODUCTS": (1, 3)}
@@ -264,11 +242,11 @@ COST = costs("mma.few_inputs")
 def configs(problem: ConvProblem, device: Device) -> Iterator[FewInputs]:
     """The configurations worth comparing for `problem`: the widest blocks that its channels fill; none if it has many channels."""
     most = MOST_OF_HALVES if problem.layout == "NCHW" and products(problem) == 3 else MOST_CHANNELS.get(problem.layout, 0)
-    if _channels(problem) > most or why_not(problem):
+    if _channels(problem) > most or TAKES.why_not(problem):
         return
     channels = problem.result_channels // problem.groups
     for block in sorted(CHANNELS, key=lambda block: (ceil(channels, block) * block, -block)):
-        found = [tile for columns in COLUMNS if refusal(problem, tile := FewInputs(block, columns)) is None]
+        found = list(LEGAL.legal(problem, BLOCK_N=(block,)))
         if found:
             yield from found
             if block == 64 and problem.layout == "NCHW" and products(problem) == 3:
