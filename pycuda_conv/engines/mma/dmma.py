@@ -29,7 +29,7 @@ from pycuda_conv.engines.geometry import (
     too_many_phases,
     written_strides,
 )
-from pycuda_conv.engines.limits import of_capability
+from pycuda_conv.engines.limits import NOT_EMPTY, Takes, Tiles, of_capability, types
 from pycuda_conv.engines.schedule import (
     BIAS,
     INPUT,
@@ -42,7 +42,6 @@ from pycuda_conv.engines.schedule import (
     Buffer,
     Schedule,
     finish,
-    grid_refusal,
 )
 from pycuda_conv.engines.split_sum import reduce_launch, splits
 from pycuda_conv.engines.struct import kernel_struct
@@ -110,31 +109,6 @@ DmmaFilterArguments = kernel_struct("dmma", "DmmaFilterArguments")
 
 
 # ---- what runs
-
-
-def why_not(problem: ConvProblem) -> str | None:
-    """Why no configuration can run `problem`, or None if one may."""
-    if problem.dtype != "float64":
-        return "it takes float64 arrays"
-    if problem.is_empty:
-        return "there is nothing to compute"
-    return too_many_phases(problem, besides_repeats=True)
-
-
-def refusal(problem: ConvProblem, config: Dmma) -> str | None:
-    """Why `config` can't run `problem`, or None if it can."""
-    reason = why_not(problem)
-    if reason:
-        return reason
-    if problem.largest_array >= MOST or config.SPLIT * math.prod(problem.result_shape) >= MOST or _reduction(problem) >= MOST:
-        return "it counts elements in 32 bits"
-    if (config.BLOCK_M, config.BLOCK_N) not in TILES:
-        return f"its tiles are {', '.join(f'{m} x {n}' for m, n in TILES)}"
-    if config.SPLIT < 1:
-        return "it has at least one split"
-    if _tile(problem, config) is None:
-        return "its tile has no registers for sums that are cut into chains"
-    return grid_refusal(max(_tiles(problem, config, part) for part in _parts(problem)) * config.SPLIT)
 
 
 def _tile(problem: ConvProblem, config: Dmma) -> _Tile | None:
@@ -448,18 +422,26 @@ def _is_listed(d: Mapping[str, int]) -> bool:
     return d["B_VEC"] <= d["A_VEC"] and not (d["CHAINS"] and (one_tap or not a_rows))
 
 
+def _in_32_bits(problem: ConvProblem, config: Dmma) -> bool:
+    return max(problem.largest_array, config.SPLIT * math.prod(problem.result_shape), _reduction(problem)) < MOST
+
+
+TAKES = Takes(types("float64"), NOT_EMPTY, lambda problem: too_many_phases(problem, besides_repeats=True))
+LEGAL = Tiles(
+    TAKES, Dmma, ("it counts elements in 32 bits", _in_32_bits), ("it has at least one split", lambda _, config: config.SPLIT >= 1),
+    ("its tile has no registers for sums that are cut into chains", lambda problem, config: _tile(problem, config) is not None),
+    blocks=lambda problem, config: max(_tiles(problem, config, part) for part in _parts(problem)) * config.SPLIT,
+    together={("BLOCK_M", "BLOCK_N"): TILES},
+)  # fmt: skip
+
+
 # ---- the choice
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Dmma]:
     """The configurations worth comparing for `problem`."""
-    if why_not(problem):
-        return
-    for m, n in TILES:
-        for split in splits(problem, _reduction(problem) // 128):
-            config = Dmma(m, n, split)
-            if refusal(problem, config) is None:
-                yield config
+    if TAKES.why_not(problem) is None:
+        yield from LEGAL.legal(problem, SPLIT=splits(problem, _reduction(problem) // 128))
 
 
 def time(problem: ConvProblem, config: Dmma, device: Device) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -14,9 +14,9 @@ from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.channel_units import MOST_STEPS, STEP, Units, chunks_read, chunks_written, cut, pitch, worth_it
 from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import arguments, ceil, forward_of
-from pycuda_conv.engines.limits import AMPERE
+from pycuda_conv.engines.limits import AMPERE, HALVES, NOT_EMPTY, TWO_AXES, Takes, Tiles
 from pycuda_conv.engines.mma.common import SHARED_BYTES, product_rate
-from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Schedule, grid_refusal
+from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Schedule
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF
 from pycuda_conv.engines.variants import FLAG, VariantSet
@@ -50,45 +50,6 @@ MOST_VARIANTS = {"cuda": 8}
 
 
 # ---- what runs
-
-
-def why_not(problem: ConvProblem) -> str | None:
-    """Why the kernel can't run `problem`, or None if it can."""
-    if problem.layout not in LAYOUTS:
-        return "it takes gradients of filters, from arrays with their channels last"
-    if problem.itemsize != 2:
-        return "it takes float16 and bfloat16 arrays"
-    forward = forward_of(problem)
-    if problem.is_empty:
-        return "there is nothing to compute"
-    if problem.has_depth:
-        return "it takes at most two spatial axes"
-    units = _units(problem)
-    if forward.C % 8 or forward.K % 8 or units is None or any(units.first_written(unit) % 8 for unit in range(units.total)):
-        return "it loads a pixel's channels, and those of 16 or of a group, by 16 bytes"
-    if units.steps > MOST_STEPS:
-        return f"it takes at most {MOST_STEPS * STEP // problem.itemsize} channels of the input a group"
-    if forward.N * max(math.prod(forward.output_size), math.prod(forward.input_size)) >= MOST_PIXELS:
-        return "it counts pixels in 32 bits"
-    return "it counts elements of the filter in 32 bits" if math.prod(problem.result_shape) >= 2**31 else None
-
-
-def refusal(problem: ConvProblem, config: GroupedWgrad) -> str | None:
-    """Why `config` can't run `problem`, or None if it can."""
-    reason = why_not(problem)
-    if reason:
-        return reason
-    units = _units(problem)
-    assert units is not None
-    if config.UNITS not in COUNTS or config.UNITS * units.steps > WARPS:
-        return f"a block has {', '.join(map(str, COUNTS))} units, of up to {WARPS} steps together"
-    if max(chunks_read(units, config.UNITS), chunks_written(units, config.UNITS)) > 32:
-        return "a warp loads a pixel's channels of all units at once, up to 512 bytes"
-    if _shared_bytes(problem, config) > SHARED_BYTES:
-        return f"it takes {_shared_bytes(problem, config):,} bytes of shared memory; a block has {SHARED_BYTES:,}"
-    if config.PARTS > _tiles(problem, config):
-        return "each part has a tile"
-    return grid_refusal(_grid(problem, config))
 
 
 def _units(problem: ConvProblem) -> Units | None:
@@ -141,6 +102,36 @@ def _shared_bytes(problem: ConvProblem, config: GroupedWgrad) -> int:
     return max(ZEROS + 2 * tiles, config.UNITS * units.steps * _taps(problem) * 8 * 32 * 4)
 
 
+def _lie_well(problem: ConvProblem) -> str | None:
+    forward, units = forward_of(problem), _units(problem)
+    if forward.C % 8 or forward.K % 8 or units is None or any(units.first_written(unit) % 8 for unit in range(units.total)):
+        return "it loads a pixel's channels, and those of 16 or of a group, by 16 bytes"
+    if units.steps > MOST_STEPS:
+        return f"it takes at most {MOST_STEPS * STEP // problem.itemsize} channels of the input a group"
+    pixels = forward.N * max(math.prod(forward.output_size), math.prod(forward.input_size))
+    return "it counts pixels in 32 bits" if pixels >= MOST_PIXELS else None
+
+
+def _fits(problem: ConvProblem, config: GroupedWgrad) -> str | None:
+    units = _units(problem)
+    assert units is not None
+    if config.UNITS * units.steps > WARPS:
+        return f"a block's units have up to {WARPS} steps together"
+    if max(chunks_read(units, config.UNITS), chunks_written(units, config.UNITS)) > 32:
+        return "a warp loads a pixel's channels of all units at once, up to 512 bytes"
+    return None
+
+
+TAKES = Takes(
+    ("it takes gradients of filters, from arrays with their channels last", lambda p: p.layout in LAYOUTS), HALVES, NOT_EMPTY, TWO_AXES,
+    _lie_well, ("it counts elements of the filter in 32 bits", lambda p: math.prod(p.result_shape) < 2**31),
+)  # fmt: skip
+LEGAL = Tiles(
+    TAKES, GroupedWgrad, _fits, ("each part has a tile", lambda p, config: config.PARTS <= _tiles(p, config)),
+    shared=(_shared_bytes, SHARED_BYTES), blocks=_grid, UNITS=COUNTS,
+)  # fmt: skip
+
+
 # ---- launches
 
 
@@ -181,11 +172,6 @@ def _arguments(problem: ConvProblem, config: GroupedWgrad) -> Any:
     )  # fmt: skip
 
 
-def sum_order(problem: ConvProblem, config: GroupedWgrad) -> Hashable:
-    """How a sum is cut: into tiles, which warps and parts share."""
-    return config
-
-
 def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each type, for one tap and for several, and for whole sums or parts."""
     yield VariantSet("grouped_nhwc_wgrad", {"TYPE": (HALF, BFLOAT), "TAPS": TAPS, "WHOLE": FLAG})
@@ -199,7 +185,7 @@ HEIGHTS, WIDEST, IMAGES = (2, 4, 8), 64, (2, 4, 7, 8)  # rows, most columns of a
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[GroupedWgrad]:
     """The configurations worth comparing for `problem`: tiles that cut rows and columns evenly, and as many parts as fill the GPU."""
-    if why_not(problem):
+    if TAKES.why_not(problem):
         return
     forward, units, (_, p, q) = forward_of(problem), _units(problem), problem.filter_size
     images = forward.N
@@ -211,7 +197,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[GroupedWgrad]:
     widths += [(count, q) for count in IMAGES if count <= images and count * q <= 2 * WIDEST]
     for count, rows, (together, columns) in product(COUNTS, heights, widths):
         config = GroupedWgrad(count, together, rows, columns)
-        if (count == 1 or count < 2 * units.total) and refusal(problem, config) is None:
+        if (count == 1 or count < 2 * units.total) and LEGAL.refusal(problem, config) is None:
             tiles, filling = _tiles(problem, config), max(BLOCKS * device.multiprocessors // math.prod(_blocks(problem, config)), 1)
             for wanted in sorted({1, ceil(filling, 2), filling}):
                 yield replace(config, PARTS=ceil(tiles, ceil(tiles, min(wanted, tiles))))
