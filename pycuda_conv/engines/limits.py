@@ -65,6 +65,7 @@ ONE_GROUP: Limit = "it takes arrays of one group", lambda problem: problem.group
 NOT_EMPTY: Limit = "there is nothing to compute", lambda problem: not problem.is_empty
 TWO_AXES: Limit = "it takes at most two spatial axes", lambda problem: not problem.has_depth
 POINTWISE: Limit = "it takes 1x1 filters without stride and padding", pixel_by_pixel
+UNIT_STEPS: Limit = "it takes filters without stride and dilation", lambda problem: max(problem.stride) == max(problem.dilation) == 1
 IN_32_BITS: Limit = "it counts in 32 bits", lambda problem: problem.largest_array < 2**31
 
 

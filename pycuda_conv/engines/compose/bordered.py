@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from pycuda_conv.engines import registry
 from pycuda_conv.engines.base import LAST_RESORT, Config
-from pycuda_conv.engines.compose.delegate import delegate_filter_key, delegate_refusal, delegate_sum_order, moved, parsed
+from pycuda_conv.engines.compose.delegate import delegate_order, delegate_refusal, delegated, moved, parsed, worth_comparing
 from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import shown_once
 from pycuda_conv.engines.layout import border_copy
@@ -140,19 +140,13 @@ def schedule(problem: ConvProblem, config: Bordered, device: Device, with_moment
     return Schedule(moved(made.prepare, places), steps, whole, scratch.used, made.filter_bytes, redoes, filter_last=last_form)
 
 
-def filter_key(problem: ConvProblem, config: Bordered) -> Hashable:
-    """That of the delegate's engine."""
-    return delegate_filter_key(_padded(problem), config.DELEGATE)
-
-
 def sum_order(problem: ConvProblem, config: Bordered) -> Hashable:
     """That of the delegate's engine, for its configurations."""
     delegate = parsed(config.DELEGATE)
     if delegate is None:
         return config
-    reads = registry.adds_border(problem, delegate)  # a kernel may cut a row elsewhere then
-    order = delegate_sum_order(_padded(problem), config.DELEGATE)
-    return (order, reads) if order else config
+    # a kernel that reads the border may cut a row elsewhere
+    return delegate_order(_padded(problem), config), registry.adds_border(problem, delegate)
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
@@ -191,21 +185,13 @@ def _overhead_us(problem: ConvProblem, delegate: Config | None, device: Device) 
     return us + moved_bytes / COST.MEMORY * 132 / device.multiprocessors
 
 
+filter_key, _, time = delegated(_padded, _overhead_us)
+
+
 def configs(problem: ConvProblem, device: Device) -> Iterator[Bordered]:
-    """The configurations worth comparing for `problem`: the delegate's choice, those that give its bits, and the best of other engines."""
-    padded = _padded(problem)
-    chosen = registry.find(padded, device)
-    if not problem.adapted or chosen is None:
-        return
-    best = [config for _, config in registry.predictions(padded, device)[:BEST]]
-    yield from map(Bordered, map(str, dict.fromkeys([chosen, *best, *registry.alternatives(padded, chosen, device)])))
-
-
-def time(problem: ConvProblem, config: Bordered, device: Device) -> float | None:
-    """Microseconds that `config` should take."""
-    delegate = parsed(config.DELEGATE)
-    us = None if delegate is None else registry.predicted(_padded(problem), delegate, device)
-    return None if us is None else us + _overhead_us(problem, delegate, device)
+    """The configurations worth comparing for `problem`, around those of the other engines."""
+    if problem.adapted:
+        yield from map(Bordered, worth_comparing(_padded(problem), device, BEST))
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, Bordered] | None:

@@ -8,16 +8,16 @@ result: patches, long filters with long strides, strides of three.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from pycuda_conv.engines import registry
 from pycuda_conv.engines.base import Config
-from pycuda_conv.engines.compose.delegate import delegate_filter_key, delegate_refusal, delegate_sum_order, moved, parsed
+from pycuda_conv.engines.compose.delegate import delegate_refusal, delegated, moved, parsed
 from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, outputs_apart, taps_apart
-from pycuda_conv.engines.limits import CUDA
+from pycuda_conv.engines.limits import CUDA, NOT_EMPTY, Takes, Tiles
 from pycuda_conv.engines.schedule import BIAS, RESIDUAL, RESULT, SCALE, WORKSPACE, Arena, Schedule, finish
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.variants import VariantSet
@@ -64,24 +64,25 @@ def _product(problem: ConvProblem) -> ConvProblem:
     ).launched  # fmt: skip
 
 
-def why_not(problem: ConvProblem) -> str | None:
-    """Why no configuration can run `problem`, or None if one may."""
-    if problem.direction != "dgrad":
-        return "it computes gradients by the input"
-    if problem.is_empty:
-        return "there is nothing to compute"
-    if _taps(problem) == 1 and math.prod(taps_apart(problem)) == 1:
-        return "there is one tap and no stride: the columns are the result"
-    if problem.itemsize == 2 and (_met(problem) > 1 or problem.has_bias or problem.has_scale or problem.has_residual or problem.activation):
-        return "columns of 16 bits are rounded: each has to be an element of the result"
-    if max(_columns(problem), problem.largest_array) >= 2**31:
-        return "it counts in 32 bits"
-    return None
+def _columns(problem: ConvProblem) -> int:
+    """Elements of the product."""
+    return problem.N * math.prod(problem.output_size) * problem.C * _taps(problem)
 
 
-def refusal(problem: ConvProblem, config: Columns) -> str | None:
-    """Why `config` can't run `problem`, or None if it can."""
-    return why_not(problem) or delegate_refusal(_product(problem), config.DELEGATE)
+def _finishes(problem: ConvProblem) -> bool:
+    return problem.has_bias or problem.has_scale or problem.has_residual or bool(problem.activation)
+
+
+TAKES = Takes(
+    ("it computes gradients by the input", lambda p: p.direction == "dgrad"), NOT_EMPTY,
+    ("there is one tap and no stride: the columns are the result", lambda p: _taps(p) > 1 or math.prod(taps_apart(p)) > 1),
+    (
+        "columns of 16 bits are rounded: each has to be an element of the result",
+        lambda p: p.itemsize != 2 or (_met(p) == 1 and not _finishes(p)),
+    ),
+    ("it counts in 32 bits", lambda p: max(_columns(p), p.largest_array) < 2**31),
+)  # fmt: skip
+LEGAL = Tiles(TAKES, Columns, lambda problem, config: delegate_refusal(_product(problem), config.DELEGATE))
 
 
 # ---- launches
@@ -129,16 +130,6 @@ def _launch(problem: ConvProblem, columns: BufferSlice, filter_last: bool) -> Ke
     return KernelLaunch("columns_add", defines, ceil(size, THREADS), THREADS, buffers, (), arguments=args)
 
 
-def filter_key(problem: ConvProblem, config: Columns) -> Hashable:
-    """That of the product's engine."""
-    return delegate_filter_key(_product(problem), config.DELEGATE)
-
-
-def sum_order(problem: ConvProblem, config: Columns) -> Hashable:
-    """That of the product's engine, for its configurations."""
-    return delegate_sum_order(_product(problem), config.DELEGATE) or config
-
-
 def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each type."""
     yield VariantSet("columns_add", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": (0,), "THREADS": (THREADS,)})
@@ -152,12 +143,7 @@ MOST_BYTES = 2**30  # the most columns, in bytes of workspace
 BEST = 3  # configurations of the product that are tried
 
 
-def _columns(problem: ConvProblem) -> int:
-    """Elements of the product."""
-    return problem.N * math.prod(problem.output_size) * problem.C * _taps(problem)
-
-
-def _adding(problem: ConvProblem, device: Device) -> float:
+def _adding(problem: ConvProblem, delegate: Config, device: Device) -> float:
     """Microseconds of adding the columns."""
     nbytes, results = problem.itemsize * _columns(problem), math.prod(problem.result_shape)
     us = 2 * nbytes / (COST.CACHED_RATE if nbytes < COST.CACHED else COST.COLUMN_RATE) + COST.ELEMENT[problem.layout] * results
@@ -166,9 +152,12 @@ def _adding(problem: ConvProblem, device: Device) -> float:
     return COST.BEGIN + us * 132 / device.multiprocessors
 
 
+filter_key, sum_order, time = delegated(_product, _adding)
+
+
 def _worth_it(problem: ConvProblem) -> bool:
     small = problem.itemsize * _columns(problem) <= MOST_BYTES
-    return why_not(problem) is None and _met(problem) <= MOST_MET and small
+    return TAKES.why_not(problem) is None and _met(problem) <= MOST_MET and small
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Columns]:
@@ -178,18 +167,9 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[Columns]:
             yield Columns(str(delegate))
 
 
-def time(problem: ConvProblem, config: Columns, device: Device) -> float | None:
-    """Microseconds that `config` should take."""
-    delegate = parsed(config.DELEGATE)
-    us = None if delegate is None else registry.predicted(_product(problem), delegate, device)
-    return None if us is None else us + _adding(problem, device)
-
-
 def choose(problem: ConvProblem, device: Device) -> tuple[float, Columns] | None:
     """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
-    if not _worth_it(problem):
-        return None
-    product = _product(problem)
-    delegate = registry.find(product, device)
-    us = None if delegate is None else registry.predicted(product, delegate, device)
-    return None if us is None else (us + _adding(problem, device), Columns(str(delegate)))
+    delegate = registry.find(_product(problem), device) if _worth_it(problem) else None
+    found = Columns(str(delegate))
+    us = None if delegate is None else time(problem, found, device)
+    return None if us is None else (us, found)

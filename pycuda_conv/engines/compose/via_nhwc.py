@@ -7,16 +7,16 @@ array takes as long as a copy. wgrad in float32 goes the other way: most of its 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, cast
 
 from pycuda_conv.engines import registry
 from pycuda_conv.engines.base import Config, Engine
-from pycuda_conv.engines.compose.delegate import delegate_filter_key, delegate_refusal, delegate_sum_order, moved, parsed
+from pycuda_conv.engines.compose.delegate import delegate_refusal, delegated, moved, parsed
 from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import arguments, ceil
-from pycuda_conv.engines.limits import HOPPER
+from pycuda_conv.engines.limits import HOPPER, IN_32_BITS, NOT_EMPTY, Takes, Tiles
 from pycuda_conv.engines.schedule import INPUT, PACKED, RESIDUAL, RESULT, WEIGHT, WORKSPACE, Arena, Buffer, Schedule
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.variants import VariantSet
@@ -66,30 +66,28 @@ def _kind(problem: ConvProblem) -> type[ViaNhwc]:
     return ViaNchw if problem.layout == "CHWN" else ViaNhwc
 
 
-def why_not(problem: ConvProblem) -> str | None:
-    """Why no configuration can run `problem`, or None if one may."""
-    if problem.layout == "CHWN":
-        if problem.dtype != "float32" or problem.precision != "fp32":
-            return "of channels-last arrays it takes float32 with precision='fp32'"
-    elif problem.itemsize != 2 and (problem.dtype != "float32" or (problem.precision != "tf32" and not _of_filter(problem))):
-        return "it takes float16 and bfloat16 arrays, and float32 with precision='tf32' or of a filter's gradient"
-    if problem.is_empty:
-        return "there is nothing to compute"
-    if problem.layout == "NCHW" and problem.C == problem.K == 1:
-        return "a single channel lies in either order"
-    if problem.largest_array >= 2**31:
-        return "it counts in 32 bits"
-    return None
+def _worth_turning(problem: ConvProblem) -> bool:
+    return problem.itemsize == 2 or (problem.dtype == "float32" and (problem.precision == "tf32" or _of_filter(problem)))
 
 
-def refusal(problem: ConvProblem, config: ViaNhwc) -> str | None:
-    """Why `config` can't run `problem`, or None if it can."""
-    reason = why_not(problem)
-    if reason:
-        return reason
+def _fits(problem: ConvProblem, config: ViaNhwc) -> str | None:
     if type(config) is not _kind(problem):
         return f"{_kind(problem).__name__} is for arrays that lie so"
     return delegate_refusal(_transposed(problem), config.DELEGATE)
+
+
+TAKES = Takes(
+    (
+        "of channels-last arrays it takes float32 with precision='fp32'",
+        lambda p: p.layout != "CHWN" or (p.dtype == "float32" and p.precision == "fp32"),
+    ),
+    (
+        "it takes float16 and bfloat16 arrays, and float32 with precision='tf32' or of a filter's gradient",
+        lambda p: p.layout == "CHWN" or _worth_turning(p),
+    ),
+    NOT_EMPTY, ("a single channel lies in either order", lambda p: p.layout != "NCHW" or not p.C == p.K == 1), IN_32_BITS,
+)  # fmt: skip
+LEGAL = Tiles(TAKES, ViaNhwc, _fits)
 
 
 # ---- launches
@@ -242,16 +240,6 @@ def _only_fills_up(launch: KernelLaunch) -> bool:
     return bool(args.folded == args.channels and (args.h, args.w) == (args.p, args.q))
 
 
-def filter_key(problem: ConvProblem, config: ViaNhwc) -> Hashable:
-    """That of the delegate's engine."""
-    return delegate_filter_key(_transposed(problem), config.DELEGATE)
-
-
-def sum_order(problem: ConvProblem, config: ViaNhwc) -> Hashable:
-    """That of the delegate's engine, for its configurations."""
-    return delegate_sum_order(_transposed(problem), config.DELEGATE) or config
-
-
 def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each size of elements."""
     yield VariantSet("via_nhwc", {"BYTES": (2, 4)})
@@ -287,7 +275,7 @@ def _engines(problem: ConvProblem, device: Device) -> Iterator[Engine]:
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[ViaNhwc]:
     """The configurations worth comparing for `problem`."""
-    if why_not(problem):
+    if TAKES.why_not(problem):
         return
     transposed, kind = _transposed(problem), _kind(problem)
     for engine in _engines(problem, device):
@@ -296,14 +284,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[ViaNhwc]:
                 yield kind(str(delegate))
 
 
-def time(problem: ConvProblem, config: ViaNhwc, device: Device) -> float | None:
-    """Microseconds that `config` should take."""
-    delegate = parsed(config.DELEGATE)
-    us = None if delegate is None else registry.predicted(_transposed(problem), delegate, device)
-    return None if us is None or delegate is None else us + _overhead_us(problem, delegate)
-
-
-def _overhead_us(problem: ConvProblem, delegate: Config) -> float:
+def _overhead_us(problem: ConvProblem, delegate: Config, device: Device) -> float:
     """Microseconds beside those of the delegate's engine."""
     us = _transposing(problem) + _packing(problem)
     # sums that are not split are written directly to their scattered taps
@@ -312,9 +293,12 @@ def _overhead_us(problem: ConvProblem, delegate: Config) -> float:
     return us
 
 
+filter_key, sum_order, time = delegated(_transposed, _overhead_us)
+
+
 def choose(problem: ConvProblem, device: Device) -> tuple[float, ViaNhwc] | None:
     """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
-    if why_not(problem):
+    if TAKES.why_not(problem):
         return None
     transposed, best = _transposed(problem), None
     for engine in _engines(problem, device):
@@ -322,4 +306,4 @@ def choose(problem: ConvProblem, device: Device) -> tuple[float, ViaNhwc] | None
         us = None if found is None else engine.time(transposed, found[1], device)
         if found and us is not None and (best is None or us < best[0]):
             best = us, found[1]
-    return None if best is None else (best[0] + _overhead_us(problem, best[1]), _kind(problem)(str(best[1])))
+    return None if best is None else (best[0] + _overhead_us(problem, best[1], device), _kind(problem)(str(best[1])))

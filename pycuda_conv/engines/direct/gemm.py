@@ -29,6 +29,7 @@ from pycuda_conv.engines.geometry import (
     row_major,
     written_strides,
 )
+from pycuda_conv.engines.limits import Takes, Tiles
 from pycuda_conv.engines.schedule import (
     BIAS,
     INPUT,
@@ -40,7 +41,6 @@ from pycuda_conv.engines.schedule import (
     WORKSPACE,
     Schedule,
     finish,
-    grid_refusal,
 )
 from pycuda_conv.engines.split_sum import reduce_launch, splits
 from pycuda_conv.engines.struct import kernel_struct
@@ -80,17 +80,6 @@ MOST_VARIANTS = {"cuda": 37, "opencl": 4}
 # ---- what runs
 
 
-def refusal(problem: ConvProblem, config: Gemm) -> str | None:
-    """Why `config` can't run `problem`, or None if it can."""
-    reason = _no_tile(config)
-    if reason:
-        return reason
-    shared = 2 * config.BLOCK_K * ((config.BLOCK_M + 4 + config.BLOCK_N) * accumulator_bytes(problem) + TAP_BYTES)
-    if shared > STATIC_SHARED_BYTES:
-        return f"it needs {shared:,} bytes of shared memory; a block has {STATIC_SHARED_BYTES:,}"
-    return grid_refusal(max((_grid(problem, config, pixels) for pixels, _, _ in phase_kinds(problem)), default=0))
-
-
 def _no_tile(config: Gemm) -> str | None:
     threads_m, threads_n = config.BLOCK_M // config.THREAD_M, config.BLOCK_N // config.THREAD_N
     if config.THREAD_M % 4 or config.THREAD_N % 4 or config.BLOCK_M % config.THREAD_M or config.BLOCK_N % config.THREAD_N:
@@ -111,6 +100,18 @@ def _grid(problem: ConvProblem, config: Gemm, pixels: int) -> int:
     """Blocks of the launch of a phase of `pixels` pixels an image."""
     m_tiles = ceil(problem.result_channels // problem.groups, config.BLOCK_M)
     return ceil(problem.N * pixels, config.BLOCK_N) * problem.groups * config.SPLIT_K * m_tiles
+
+
+def _largest_grid(problem: ConvProblem, config: Gemm) -> int:
+    return max((_grid(problem, config, pixels) for pixels, _, _ in phase_kinds(problem)), default=0)
+
+
+def _shared_bytes(problem: ConvProblem, config: Gemm) -> int:
+    return 2 * config.BLOCK_K * ((config.BLOCK_M + 4 + config.BLOCK_N) * accumulator_bytes(problem) + TAP_BYTES)
+
+
+TAKES = Takes()  # everything
+LEGAL = Tiles(TAKES, Gemm, lambda _, config: _no_tile(config), shared=(_shared_bytes, STATIC_SHARED_BYTES), blocks=_largest_grid)
 
 
 # ---- launches
@@ -296,6 +297,6 @@ def choose(problem: ConvProblem, device: Device) -> tuple[float, Gemm] | None:
     """The configuration that should be fastest; on a CPU a last resort if no other kernel can run the problem."""
     # a CPU has too few registers for a thread's sums: there direct/batched.cu was up to twice as fast
     if device.backend == "cuda":
-        timed = ((time(problem, config, device), config) for config in configs(problem, device) if refusal(problem, config) is None)
+        timed = ((time(problem, config, device), config) for config in configs(problem, device) if LEGAL.refusal(problem, config) is None)
         return fastest((us, config) for us, config in timed if us is not None)
-    return (LAST_RESORT, CPU_TILE) if refusal(problem, CPU_TILE) is None else None
+    return (LAST_RESORT, CPU_TILE) if LEGAL.refusal(problem, CPU_TILE) is None else None

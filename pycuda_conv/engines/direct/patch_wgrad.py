@@ -6,14 +6,15 @@ It is for layers that suit tensor-core kernels badly: few channels in and many o
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from pycuda_conv.engines.base import Config, fastest
 from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import accumulator_bytes, arguments, by_axis, ceil, needs_64_bits
-from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Schedule, grid_refusal
+from pycuda_conv.engines.limits import Takes, Tiles
+from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Schedule
 from pycuda_conv.engines.split_sum import reduce_launch
 from pycuda_conv.engines.split_sum import time as reduce_time
 from pycuda_conv.engines.struct import kernel_struct
@@ -36,6 +37,7 @@ PatchWgradArguments = kernel_struct("patch_wgrad", "PatchWgradArguments")
 
 CONFIGS = (PatchWgrad,)
 LAYOUTS = "CNHW", "CHWN"
+ORDER = ("SLICES",)  # what the order of sums depends on
 MOST_VARIANTS = {"cuda": 24}
 #: Filters and columns of a thread, by the tile of its block.
 TILES = {(64, 64): (8, 4), (64, 32): (8, 4), (32, 64): (4, 8), (16, 64): (4, 8)}
@@ -47,15 +49,6 @@ MOST_PART_BYTES = 1 << 28  # of the parts of all slices
 
 
 # ---- what runs
-
-
-def refusal(problem: ConvProblem, config: PatchWgrad) -> str | None:
-    """Why `config` can't run `problem`, or None if it can."""
-    if problem.layout not in LAYOUTS:
-        return "it computes gradients of filters"
-    if (config.BLOCK_M, config.BLOCK_N) not in TILES:
-        return f"(BLOCK_M, BLOCK_N) must be one of {', '.join(map(str, TILES))}"
-    return grid_refusal(_grid(problem, config))
 
 
 def _columns(problem: ConvProblem) -> int:
@@ -72,6 +65,10 @@ def _grid(problem: ConvProblem, config: PatchWgrad) -> int:
     """Blocks of the launch."""
     m_tiles = ceil(problem.K // max(problem.groups, 1), config.BLOCK_M)
     return m_tiles * ceil(_columns(problem), config.BLOCK_N) * problem.groups * config.SLICES
+
+
+TAKES = Takes(("it computes gradients of filters", lambda problem: problem.layout in LAYOUTS))
+LEGAL = Tiles(TAKES, PatchWgrad, blocks=_grid, together={("BLOCK_M", "BLOCK_N"): TILES})
 
 
 # ---- launches
@@ -109,11 +106,6 @@ def _arguments(problem: ConvProblem, config: PatchWgrad) -> Any:
         y_image=groups * kg * plane, y_channel=1 if last else plane, y_pixel=groups * kg if last else 1,
         y_vec=int(last and kg % 4 == 0), part_size=math.prod(problem.result_shape),
     )  # fmt: skip
-
-
-def sum_order(problem: ConvProblem, config: PatchWgrad) -> Hashable:
-    """Where the sum over pixels is cut."""
-    return PatchWgrad, config.SLICES
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
@@ -177,5 +169,5 @@ def choose(problem: ConvProblem, device: Device) -> tuple[float, PatchWgrad] | N
     """The configuration that should be the fastest on a GPU; a CPU has too few registers for a thread's sums."""
     if device.backend != "cuda":
         return None
-    found = ((time(problem, config, device), config) for config in configs(problem, device) if refusal(problem, config) is None)
+    found = ((time(problem, config, device), config) for config in configs(problem, device) if LEGAL.refusal(problem, config) is None)
     return fastest(found)

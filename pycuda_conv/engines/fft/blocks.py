@@ -17,6 +17,7 @@ from typing import Any
 from pycuda_conv.engines.base import AMONG_TRANSFORMS, Config, fastest
 from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import arguments, bits, by_axis, ceil, filter_strides, needs_64_bits
+from pycuda_conv.engines.limits import NOT_EMPTY, UNIT_STEPS, Takes, Tiles
 from pycuda_conv.engines.schedule import (
     BIAS,
     INPUT,
@@ -130,28 +131,6 @@ def _is_line(problem: ConvProblem) -> bool:
     return not problem.has_depth and problem.input_size[1] == problem.output_size[1] == problem.filter_size[1] == 1
 
 
-def refusal(problem: ConvProblem, config: BlockFft) -> str | None:
-    """Why `config` can't run `problem`, or None if it can."""
-    for length in config.lengths[not problem.has_depth :]:
-        if factors(length) is None:
-            return f"a length must be 64 times a product of 2 to 5, 8 and 9, from {SHORTEST} to {LONGEST}, not {length}"
-    if config.LENGTH_D > 1 and not problem.has_depth:
-        return f"LENGTH_D must be 1 where there is no depth, not {config.LENGTH_D}"
-    if max(problem.stride) > 1 or max(problem.dilation) > 1:
-        return "it takes filters without stride and dilation"
-    if problem.operand_channels > problem.groups:
-        return "it takes groups of which one channel is read"
-    if problem.is_empty:
-        return "there is nothing to transform"
-    blocks = _Blocks.of(problem, config)
-    if min(blocks.used) < 1:
-        return f"a filter must fit in a block: it has {' x '.join(map(str, problem.filter_size))} taps"
-    spectra = _filters(problem) * math.prod(config.lengths) * BYTES
-    if spectra > MOST_SPECTRA:
-        return f"its filters' spectra take {spectra:,} bytes; at most {MOST_SPECTRA:,} are taken"
-    return grid_refusal(max(_filters(problem), problem.result_channels * blocks.pairs) * config.LENGTH_D * max(config.lengths))
-
-
 def _filters(problem: ConvProblem) -> int:
     """Planes of the filter."""
     return problem.K * (problem.C // problem.groups)
@@ -184,6 +163,25 @@ class _Blocks:
         o, p, q = problem.result_size
         count = ceil(o, max(used_d, 1)), ceil(p, max(used_h, 1)), ceil(q, max(used_w, 1))
         return cls((used_d, used_h, used_w), count, ceil(problem.N * math.prod(count), 2))
+
+
+def _fits(problem: ConvProblem, config: BlockFft) -> str | None:
+    for length in config.lengths[not problem.has_depth :]:
+        if factors(length) is None:
+            return f"a length must be 64 times a product of 2 to 5, 8 and 9, from {SHORTEST} to {LONGEST}, not {length}"
+    if config.LENGTH_D > 1 and not problem.has_depth:
+        return f"LENGTH_D must be 1 where there is no depth, not {config.LENGTH_D}"
+    blocks = _Blocks.of(problem, config)
+    if min(blocks.used) < 1:
+        return f"a filter must fit in a block: it has {' x '.join(map(str, problem.filter_size))} taps"
+    spectra = _filters(problem) * math.prod(config.lengths) * BYTES
+    if spectra > MOST_SPECTRA:
+        return f"its filters' spectra take {spectra:,} bytes; at most {MOST_SPECTRA:,} are taken"
+    return grid_refusal(max(_filters(problem), problem.result_channels * blocks.pairs) * config.LENGTH_D * max(config.lengths))
+
+
+TAKES = Takes(UNIT_STEPS, ("it takes groups of which one channel is read", lambda p: p.operand_channels <= p.groups), NOT_EMPTY)
+LEGAL = Tiles(TAKES, BlockFft, _fits)
 
 
 # ---- launches
@@ -360,11 +358,6 @@ def filter_key(problem: ConvProblem, config: BlockFft) -> Hashable:
     )  # fmt: skip
 
 
-def sum_order(problem: ConvProblem, config: BlockFft) -> Hashable:
-    """The lengths decide all bits."""
-    return config
-
-
 def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each type, batch and number of threads; only on GPUs, where the planner chooses them."""
     if device.backend != "cuda":
@@ -429,7 +422,7 @@ def _best(problem: ConvProblem, most_shared: int, multiprocessors: int) -> tuple
     timed = []
     for one in found:
         batch = _batch(one, most_shared)
-        if batch and refusal(problem, one) is None:
+        if batch and LEGAL.refusal(problem, one) is None:
             timed.append((_time(problem, one, batch, multiprocessors), one))
     timed.sort(key=lambda pair: (pair[0], -pair[1].LENGTH_W))  # long rows read whole segments of memory
     return tuple(one for _, one in timed[:4])

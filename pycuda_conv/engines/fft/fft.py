@@ -19,6 +19,7 @@ from typing import Any
 from pycuda_conv.engines.base import AMONG_TRANSFORMS, Config, fastest
 from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import accumulator_bytes, arguments, bits, ceil, filter_strides, needs_64_bits
+from pycuda_conv.engines.limits import NOT_EMPTY, TWO_AXES, UNIT_STEPS, Takes, Tiles
 from pycuda_conv.engines.schedule import (
     BIAS,
     INPUT,
@@ -99,28 +100,6 @@ def _shared_bytes(problem: ConvProblem, config: Fft) -> int:
     return numbers * 2 * _number_bytes(problem) + (4 * FEW + 16 if _wide(problem) else 0)
 
 
-def refusal(problem: ConvProblem, config: Fft) -> str | None:
-    """Why `config` can't run `problem`, or None if it can."""
-    if (config.TILE_H, config.TILE_W) not in TILES:
-        return f"(TILE_H, TILE_W) must be one of {', '.join(map(str, TILES))}"
-    if max(problem.stride) > 1 or max(problem.dilation) > 1:
-        return "it takes filters without stride and dilation"
-    if problem.has_depth:
-        return "it takes at most two spatial axes"
-    if problem.is_empty:
-        return "there is nothing to transform"
-    if _shared_bytes(problem, config) > MOST_SHARED_BYTES:
-        return f"it needs {_shared_bytes(problem, config):,} bytes of shared memory; a block has {MOST_SHARED_BYTES:,}"
-    tiles = _Tiles.of(problem, config)
-    if min(tiles.used) < 1:
-        return f"a filter must fit in a tile: it has {problem.filter_size[1]} x {problem.filter_size[2]} taps"
-    if min(tiles.box) < 1:
-        return f"a filter must be larger: it must cover one of the parts of {tiles.part[0]} x {tiles.part[1]} pixels wherever it lies"
-    if _workspace_bytes(problem, tiles) > MOST_WORKSPACE:
-        return f"its spectra take {_workspace_bytes(problem, tiles):,} bytes; at most {MOST_WORKSPACE:,} are taken"
-    return grid_refusal(_largest_grid(problem, tiles))
-
-
 @dataclass(frozen=True)
 class _Tiles:
     """How a plane is cut into tiles; each pair of numbers is of rows and columns.
@@ -184,6 +163,21 @@ def _filters(problem: ConvProblem) -> int:
 def _product_grid(problem: ConvProblem, tiles: _Tiles) -> int:
     rows, columns = ceil(problem.result_channels // problem.groups, ROWS), ceil(tiles.pairs, COLUMNS)
     return columns * tiles.frequencies // THREADS * rows * problem.groups
+
+
+def _fits(problem: ConvProblem, config: Fft) -> str | None:
+    tiles = _Tiles.of(problem, config)
+    if min(tiles.used) < 1:
+        return f"a filter must fit in a tile: it has {problem.filter_size[1]} x {problem.filter_size[2]} taps"
+    if min(tiles.box) < 1:
+        return f"a filter must be larger: it must cover one of the parts of {tiles.part[0]} x {tiles.part[1]} pixels wherever it lies"
+    if _workspace_bytes(problem, tiles) > MOST_WORKSPACE:
+        return f"its spectra take {_workspace_bytes(problem, tiles):,} bytes; at most {MOST_WORKSPACE:,} are taken"
+    return grid_refusal(_largest_grid(problem, tiles))
+
+
+TAKES = Takes(UNIT_STEPS, TWO_AXES, NOT_EMPTY)
+LEGAL = Tiles(TAKES, Fft, _fits, shared=(_shared_bytes, MOST_SHARED_BYTES), together={("TILE_H", "TILE_W"): TILES})
 
 
 # ---- launches
@@ -366,7 +360,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[Fft]:
     most = shared_limit(device)
     for tile in (LINE,) if _is_line(problem) else _tiles(problem):
         config = Fft(*tile)
-        if refusal(problem, config) is None and _shared_bytes(problem, config) <= most:
+        if LEGAL.refusal(problem, config) is None and _shared_bytes(problem, config) <= most:
             yield config
 
 

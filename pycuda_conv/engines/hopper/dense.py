@@ -49,7 +49,7 @@ from pycuda_conv.engines.hopper.common import (
 from pycuda_conv.engines.hopper.dense_borders import Region, in_words, regions
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes
 from pycuda_conv.engines.layout import transpose_filter
-from pycuda_conv.engines.limits import HOPPER
+from pycuda_conv.engines.limits import HOPPER, Takes, Tiles
 from pycuda_conv.engines.packed_product import repeat_arguments, tap_numbers, written_places
 from pycuda_conv.engines.range_guard import MomentsLayout
 from pycuda_conv.engines.schedule import (
@@ -112,6 +112,7 @@ CONFIGS = (DenseNhwc,)
 LAYOUTS = ("NHWC",)
 RUNS_ON = HOPPER
 TENSOR_CORES = True
+ORDER = ("CLUSTER",)  # what the order of sums depends on
 MOST_VARIANTS = {"cuda": 158}
 
 
@@ -138,46 +139,38 @@ def _addressed(problem: ConvProblem) -> tuple[PackedLayout, tuple[PhaseAddressin
     return found
 
 
-def why_not(problem: ConvProblem) -> str | None:
-    """Why the kernel can't run `problem`, or None if it can."""
-    if problem.layout != "NHWC":
-        return "it takes arrays with their channels last"
-    if problem.groups > 1 and (problem.direction != "fprop" or _summed(problem) * problem.itemsize % ROW):
-        return "it takes groups forward, with channels of a multiple of 128 bytes"
-    reason = why_not_one_product(problem)
-    if reason:
-        return reason
-    if problem.operand_channels * problem.itemsize % 16:
-        return "tensor loads take a pixel's channels, of a multiple of 16 bytes"
-    if problem.N * max(math.prod(problem.result_size), math.prod(problem.operand_size)) >= MOST_PIXELS:
-        return "it counts pixels in 32 bits"
-    reason = too_many_phases(problem, besides_repeats=True)
-    if reason:
-        return reason
-    return None if _form(problem) else "tensor loads can't make its padding or dilation"
-
-
 def _summed(problem: ConvProblem) -> int:
     """Channels of the input over which a result sums: those of its group."""
     return problem.operand_channels // problem.groups
 
 
-def refusal(problem: ConvProblem, config: DenseNhwc) -> str | None:
-    """Why `config` can't run `problem`, or None if it can."""
-    reason = why_not(problem)
-    if reason:
-        return reason
-    if config.BLOCK_M not in (64, 128) or config.BLOCK_N not in COLUMNS or (config.BLOCK_M == 64 and config.BLOCK_N > 128):
-        return f"a tile has 128 pixels and {', '.join(map(str, COLUMNS))} channels, or 64 pixels and up to 128 channels"
+def _fits(problem: ConvProblem, config: DenseNhwc) -> str | None:
+    if config.BLOCK_M == 64 and config.BLOCK_N > 128:
+        return "a tile of 64 pixels has up to 128 channels"
     if problem.groups > 1 and problem.result_channels // problem.groups % config.BLOCK_N:
         return "a tile lies in one group"
     if config.BLOCK_N == 256 and problem.has_residual:
         return "a tile of 256 channels leaves no registers for a residual"
-    if config.CLUSTER not in CLUSTERS or (config.CLUSTER > 1 and config.BLOCK_N > 128):
-        return f"a tile of up to 128 channels is shared by {', '.join(map(str, CLUSTERS))} blocks"
+    if config.CLUSTER > 1 and config.BLOCK_N > 128:
+        return "blocks share tiles of up to 128 channels"
     if config.CLUSTER > 1 and sum_bytes(config.BLOCK_M, config.BLOCK_N) > config.STAGES * _ring(config, False).stage:
         return "its ring leaves no room for the sums of a tile that is shared"
     return _ring(config, _reads_mn_major(problem)).refusal(config.STAGES, config.CLUSTER)
+
+
+TAKES = Takes(
+    ("it takes arrays with their channels last", lambda p: p.layout == "NHWC"),
+    (
+        "it takes groups forward, with channels of a multiple of 128 bytes",
+        lambda p: p.groups <= 1 or (p.direction == "fprop" and _summed(p) * p.itemsize % ROW == 0),
+    ),
+    why_not_one_product,
+    ("tensor loads take a pixel's channels, of a multiple of 16 bytes", lambda p: p.operand_channels * p.itemsize % 16 == 0),
+    ("it counts pixels in 32 bits", lambda p: p.N * max(math.prod(p.result_size), math.prod(p.operand_size)) < MOST_PIXELS),
+    lambda p: too_many_phases(p, besides_repeats=True),
+    ("tensor loads can't make its padding or dilation", lambda p: _form(p) is not None),
+)  # fmt: skip
+LEGAL = Tiles(TAKES, DenseNhwc, _fits, BLOCK_M=(64, 128), BLOCK_N=COLUMNS, CLUSTER=CLUSTERS)
 
 
 def _blocks_per_sm(config: DenseNhwc) -> int:
@@ -247,7 +240,7 @@ SIDES = (64, 64), (128, 128)
 
 def adds_border(source: ConvProblem, problem: ConvProblem, config: DenseNhwc) -> bool:
     """Whether :func:`schedule` takes the image of `source`, which has a border, for the wider one of `problem`: sums are whole there."""
-    return config.CLUSTER == 1 and not source.input_dtype and why_not(problem) is None and regions(source) is not None
+    return config.CLUSTER == 1 and not source.input_dtype and TAKES.why_not(problem) is None and regions(source) is not None
 
 
 COST = costs("hopper.dense")
@@ -424,11 +417,6 @@ def filter_key(problem: ConvProblem, config: DenseNhwc) -> Hashable:
     return "transposed", problem.direction, problem.dtype, problem.C, problem.K, problem.filter_size
 
 
-def sum_order(problem: ConvProblem, config: DenseNhwc) -> Hashable:
-    """How many blocks cut a sum; all tiles sum the stages in the same order."""
-    return config.CLUSTER
-
-
 def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each tile, cluster, type, filter layout, and for one or more phases."""
     for (rows, columns), clusters in (PHASED_TILES | TILES).items():
@@ -456,14 +444,14 @@ def _is_listed(d: Mapping[str, int]) -> bool:
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[DenseNhwc]:
     """The configurations worth comparing for `problem`."""
-    if why_not(problem):
+    if TAKES.why_not(problem):
         return
     addressings = _addressed(problem)[1]
     blocks, mn_major = _blocks(problem, addressings[0]), _reads_mn_major(problem)
     for (rows, columns), clusters in (TILES if count_phases(problem) == 1 else PHASED_TILES).items():
         for cluster in clusters:
             config = DenseNhwc(rows, columns, _max_stages(rows, columns, cluster, mn_major), cluster)
-            if (cluster == 1 or blocks >= 2 * cluster) and refusal(problem, config) is None:
+            if (cluster == 1 or blocks >= 2 * cluster) and LEGAL.refusal(problem, config) is None:
                 yield config
 
 

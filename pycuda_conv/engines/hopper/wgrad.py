@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -50,8 +50,8 @@ from pycuda_conv.engines.hopper.wgrad_launches import (
     part_sums,
     reduce_parts,
 )
-from pycuda_conv.engines.limits import HOPPER
-from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Arena, Schedule, grid_refusal
+from pycuda_conv.engines.limits import HOPPER, NOT_EMPTY, Takes, Tiles, types
+from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Arena, Schedule
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, FLOAT, HALF
 from pycuda_conv.engines.variants import FLAG, VariantSet
@@ -76,32 +76,13 @@ CONFIGS = (WgradNhwc,)
 LAYOUTS = "CHWN", "CNHW"
 RUNS_ON = HOPPER
 TENSOR_CORES = True
+ORDER = "FLIPPED", "SPLIT"  # what the order of sums depends on
 MOST_VARIANTS = {"cuda": 62}
 
 
-def why_not(problem: ConvProblem) -> str | None:
-    """Why the kernel can't run `problem`, or None if it can."""
-    if problem.layout not in LAYOUTS:
-        return "it takes gradients of filters"
-    if problem.dtype == "float64":
-        return "it takes float16, bfloat16 and float32 arrays"
-    forward = forward_of(problem)
-    if problem.is_empty:
-        return "there is nothing to compute"
-    if in_planes(problem):
-        return _why_no_planes(problem, forward)
-    channels = forward.C // forward.groups, forward.K // forward.groups
-    if forward.groups > 1 and (min(channels) < LEAST_OF_GROUP or channels[0] % 2 or not group_pack(problem)):
-        return f"it takes groups of {LEAST_OF_GROUP} channels or more, an even number of x, some of which are multiples of 16 bytes"
-    if any(args.words >= 2**31 for _, args in channel_copies(problem)):
-        return "what it copies is counted in 31 bits"
-    if forward.N * max(math.prod(forward.output_size), math.prod(forward.input_size)) >= MOST_PIXELS:
-        return "it counts positions in 32 bits"
-    return None if load_form(problem) else "tensor loads can't make its stride, padding or dilation"
-
-
-def _why_no_planes(problem: ConvProblem, forward: ConvProblem) -> str | None:
+def _why_no_planes(problem: ConvProblem) -> str | None:
     """Why the kernel can't run `problem`, whose arrays are NCHW, or None if it can."""
+    forward = forward_of(problem)
     if problem.itemsize != 2:
         return "it takes NCHW arrays of float16 and bfloat16"
     if not pixel_by_pixel(forward):
@@ -115,6 +96,25 @@ def _why_no_planes(problem: ConvProblem, forward: ConvProblem) -> str | None:
     return "it counts stages in 31 bits" if problem.largest_array >= 2**31 else None
 
 
+def _why_not_last(problem: ConvProblem) -> str | None:
+    """Why the kernel can't run `problem`, whose channels are last, or None if it can."""
+    forward = forward_of(problem)
+    channels = forward.C // forward.groups, forward.K // forward.groups
+    if forward.groups > 1 and (min(channels) < LEAST_OF_GROUP or channels[0] % 2 or not group_pack(problem)):
+        return f"it takes groups of {LEAST_OF_GROUP} channels or more, an even number of x, some of which are multiples of 16 bytes"
+    if any(args.words >= 2**31 for _, args in channel_copies(problem)):
+        return "what it copies is counted in 31 bits"
+    if forward.N * max(math.prod(forward.output_size), math.prod(forward.input_size)) >= MOST_PIXELS:
+        return "it counts positions in 32 bits"
+    return None if load_form(problem) else "tensor loads can't make its stride, padding or dilation"
+
+
+TAKES = Takes(
+    ("it takes gradients of filters", lambda p: p.layout in LAYOUTS), types(*ELEMENTS), NOT_EMPTY,
+    lambda p: _why_no_planes(p) if in_planes(p) else _why_not_last(p),
+)  # fmt: skip
+
+
 def _why_not_flipped(problem: ConvProblem) -> str | None:
     """Why flipped tiles can't run `problem`, which other tiles can run, or None if they can."""
     forward = forward_of(problem)
@@ -122,7 +122,7 @@ def _why_not_flipped(problem: ConvProblem) -> str | None:
         return "flipped tiles take channels-last arrays, one group, no strides and several taps"
     if min(*flip(problem).padding_before, *flip(problem).padding_after) < 0:
         return "flipped tiles take no padding wider than the filter"
-    return why_not(flip(problem))
+    return TAKES.why_not(flip(problem))
 
 
 def _tiles_of(problem: ConvProblem, flipped: bool) -> dict[int, tuple[int, ...]]:
@@ -130,20 +130,25 @@ def _tiles_of(problem: ConvProblem, flipped: bool) -> dict[int, tuple[int, ...]]
     return PLANES_TILES if in_planes(problem) else (FLIPPED_TILES if flipped else TILES)[factor_bytes(problem)]
 
 
-def refusal(problem: ConvProblem, config: WgradNhwc) -> str | None:
-    """Why `config` can't run `problem`, or None if it can."""
-    reason = why_not(problem) or (_why_not_flipped(problem) if config.FLIPPED else None)
+def _fits(problem: ConvProblem, config: WgradNhwc) -> str | None:
+    reason = _why_not_flipped(problem) if config.FLIPPED else None
     if reason:
         return reason
-    tiles_of, seen = _tiles_of(problem, config.FLIPPED), as_seen(problem, config)
+    tiles_of = _tiles_of(problem, config.FLIPPED)
     if config.BLOCK_N not in tiles_of.get(config.BLOCK_M, ()):
         shown = "; ".join(f"{rows} rows and {', '.join(map(str, columns))} columns" for rows, columns in tiles_of.items())
         return f"a tile has {shown}"
     if config.SPLIT == 1 and not config.FLIPPED and as_loaded(problem).C != forward_of(problem).C:
         return "channels that are filled up or folded are written by the launch that adds the parts of several"
-    tiles = math.prod(_tiles(seen, config)) * group_packs(problem) * config.SPLIT
-    blocks = max(tiles, problem.K * ceil(math.prod(problem.result_size) * problem.N, REDUCED_CHANNELS))
-    return grid_refusal(blocks) or _ring(config, factor_bytes(problem)).refusal(config.STAGES, config.SPLIT)
+    return _ring(config, factor_bytes(problem)).refusal(config.STAGES, config.SPLIT)
+
+
+def _most_blocks(problem: ConvProblem, config: WgradNhwc) -> int:
+    tiles = math.prod(_tiles(as_seen(problem, config), config)) * group_packs(problem) * config.SPLIT
+    return max(tiles, problem.K * ceil(math.prod(problem.result_size) * problem.N, REDUCED_CHANNELS))
+
+
+LEGAL = Tiles(TAKES, WgradNhwc, _fits, blocks=_most_blocks)
 
 
 def _tall(config: WgradNhwc, size: int) -> bool:
@@ -319,20 +324,15 @@ def _tiles(problem: ConvProblem, config: WgradNhwc) -> tuple[int, int]:
     return ceil(problem.K // group_packs(problem), config.BLOCK_M), ceil(_column_blocks(problem), config.BLOCK_N // block_channels(problem))
 
 
-def sum_order(problem: ConvProblem, config: WgradNhwc) -> Hashable:
-    """How the positions are cut into runs; all tiles sum a run in the same order."""
-    return config.FLIPPED, config.SPLIT
-
-
 def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each tile and type."""
-    for flipped, (size, types) in itertools.product((False, True), ((2, (HALF, BFLOAT)), (4, (FLOAT,)), (8, (FLOAT,)))):
+    for flipped, (size, codes) in itertools.product((False, True), ((2, (HALF, BFLOAT)), (4, (FLOAT,)), (8, (FLOAT,)))):
         for rows, widths in (FLIPPED_TILES if flipped else TILES)[size].items():
             for columns in widths:
                 config = WgradNhwc(rows, columns, _max_stages(rows, columns, size))
                 choices = {
                     "BLOCK_M": (rows,), "BLOCK_N": (columns,), "WGMMA_N": (_consumer_columns(config),), "STAGES": (config.STAGES,),
-                    "TYPE": types, "LIMBS": (2 if size == 8 else 1,), "PLANES": FLAG if size == 2 and not flipped else (0,),
+                    "TYPE": codes, "LIMBS": (2 if size == 8 else 1,), "PLANES": FLAG if size == 2 and not flipped else (0,),
                     "FLIPPED": (int(flipped),),
                 }  # fmt: skip
                 yield VariantSet("hopper_wgrad", choices, _is_listed, "sm_90a")
@@ -355,13 +355,13 @@ LEAST_STAGES = 4  # of a run, if there are several
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[WgradNhwc]:
     """The configurations worth comparing for `problem`: numbers of runs that fill the GPU once, or a few times."""
-    if why_not(problem):
+    if TAKES.why_not(problem):
         return
     forward = forward_of(problem)
     fewer = forward.K < forward.C and forward.K <= MOST_FLIPPED
     for flipped in (False, True) if fewer and _why_not_flipped(problem) is None else (False,):
         for tile in _useful_tiles(problem, flipped):
-            yield from (one for one in _cut(problem, tile, device) if refusal(problem, one) is None)
+            yield from (one for one in _cut(problem, tile, device) if LEGAL.refusal(problem, one) is None)
 
 
 def _useful_tiles(problem: ConvProblem, flipped: bool) -> Iterator[WgradNhwc]:
