@@ -173,6 +173,12 @@ def _unsupported(engine: Any, device: Device) -> str | None:
     return None if runs_on is None else runs_on.why_not(device)
 
 
+def _why_not(engine: Any, problem: ConvProblem) -> str | None:
+    """What its declaration TAKES says of a problem, whatever the configuration."""
+    reason: str | None = engine.TAKES.why_not(problem)
+    return reason
+
+
 def _refusal(engine: Any, problem: ConvProblem, config: Any) -> str | None:
     """What its declaration LEGAL says, which includes TAKES."""
     reason: str | None = engine.LEGAL.refusal(problem, config)
@@ -197,8 +203,8 @@ def _filter_key(engine: Any, problem: ConvProblem, config: Any) -> None:
 
 #: What :func:`complete` gives to a module: functions get the module before their arguments.
 DEFAULTS: Mapping[str, Any] = {
-    "TENSOR_CORES": False, "PRECEDENCE": 0, "unsupported": _unsupported, "refusal": _refusal, "choose": _choose, "sum_order": _sum_order,
-    "filter_key": _filter_key,
+    "TENSOR_CORES": False, "PRECEDENCE": 0, "unsupported": _unsupported, "why_not": _why_not, "refusal": _refusal, "choose": _choose,
+    "sum_order": _sum_order, "filter_key": _filter_key,
 }  # fmt: skip
 
 

@@ -137,8 +137,8 @@ class Tiles:
             return reason
         for names, values in self.values.items():
             if tuple(getattr(config, name) for name in names) not in values:
-                shown = ", ".join(" x ".join(map(str, value)) for value in values)
-                return f"{names[0] if len(names) == 1 else ' x '.join(names)} must be one of {shown}"
+                shown = ", ".join(str(value if len(value) > 1 else value[0]) for value in values)
+                return f"{names[0] if len(names) == 1 else '(' + ', '.join(names) + ')'} must be one of {shown}"
         reason = _first(self._limits, problem, config)
         if reason is None and self.shared:
             nbytes, most = self.shared[0](problem, config), self.shared[1]
