@@ -84,7 +84,8 @@ def test_a_closure_is_changed_in_training(patches, mode):
         return F.silu(own(x)) * scale
 
     ours = torch.compile(functools.partial(call, layers), backend=pn.backend, mode=mode)
-    for scale in (2.0, 3.0, 5.0):
+    for factor in (2.0, 3.0, 5.0):
+        scale = factor
         x = torch.randn(2, 3, 8, 8)
         found, wanted = ours(x), call(other, x)
         torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
