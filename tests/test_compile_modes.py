@@ -41,8 +41,11 @@ class Block(nn.Module):  # torch compiles nothing of a bare nn.Sequential
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("way", ["pn.compile", "module.compile", "torch.compile"])
 @pytest.mark.parametrize(
-    "mode, wanted", [("default", {}), ("reduce-overhead", {"triton.cudagraphs": True}), ("max-autotune", {"max_autotune": True, "triton.cudagraphs": True}),
-                     ("max-autotune-no-cudagraphs", {"max_autotune": True})],
+    "mode, wanted",
+    [
+        ("default", {}), ("reduce-overhead", {"triton.cudagraphs": True}), ("max-autotune-no-cudagraphs", {"max_autotune": True}),
+        ("max-autotune", {"max_autotune": True, "triton.cudagraphs": True}),
+    ],
 )  # fmt: skip
 def test_modes_reach_inductor(patches, mode, wanted, way, train):
     theirs, x = Block().train(train), torch.randn(2, 3, 8, 8)
@@ -62,7 +65,8 @@ def test_modes_reach_inductor(patches, mode, wanted, way, train):
 
 def test_options_reach_inductor_and_ours_do_not(patches):
     model, x = Block().eval(), torch.randn(2, 3, 8, 8)
-    pn.compile(model, "reduce-overhead", precision="tf32", options={"triton.cudagraphs": False, "max_fusion_size": 3, "upsample_filter": "exact"})
+    options = {"triton.cudagraphs": False, "max_fusion_size": 3, "upsample_filter": "exact"}
+    pn.compile(model, "reduce-overhead", precision="tf32", options=options)
     with torch.no_grad():
         model(x)
     assert patches == [{"triton.cudagraphs": False, "max_fusion_size": 3}]
