@@ -32,7 +32,7 @@ struct alignas(V) Taps {
 struct PoolArguments {
   long long threads, groups, by_groups, across, by_across, down, by_down;  // groups of channels; across, down: pixels of the array that the threads make
   long long h, w, p, q;                                                    // sizes of x and y
-  long long r, s, stride_h, by_stride_h, stride_w, by_stride_w, pad_h, pad_w, dil_h, dil_w;
+  long long r, s, stride_h, by_stride_h, stride_w, by_stride_w, pad_h, pad_w, dil_h, by_dil_h, dil_w, by_dil_w;
 };
 
 // A thread's pixel and channels.
@@ -90,19 +90,22 @@ extern "C" __global__ void __launch_bounds__(THREADS) max_pool_backward(const Ch
   const Place at(arg, thread);
   const int groups = (int)arg.groups, stride_h = (int)arg.stride_h, stride_w = (int)arg.stride_w;
   float sum[V] = {};
-  for (int r = 0; r < (int)arg.r; ++r) {
-    const int down = at.row + (int)arg.pad_h - r * (int)arg.dil_h;
-    const Divided of_p(max(down, 0), stride_h, arg.by_stride_h);
-    if (down < 0 || of_p.rest || of_p.quotient >= (int)arg.p) continue;
-    const long long line = ((long long)at.image * (int)arg.p + of_p.quotient) * (int)arg.q * groups + at.group;
-    for (int s = 0; s < (int)arg.s; ++s) {
-      const int right = at.column + (int)arg.pad_w - s * (int)arg.dil_w;
-      const Divided of_q(max(right, 0), stride_w, arg.by_stride_w);
-      if (right < 0 || of_q.rest || of_q.quotient >= (int)arg.q) continue;
-      const Taps taken = from[line + of_q.quotient * groups];
-      const Channels read = dy[line + of_q.quotient * groups];
+  const int down = at.row + (int)arg.pad_h, right = at.column + (int)arg.pad_w;
+  // the windows that contain this pixel of x, from the last one backwards
+  for (int p = min(divided(down, arg.by_stride_h), (int)arg.p - 1); p >= 0; --p) {
+    const Divided of_r(down - p * stride_h, arg.dil_h, arg.by_dil_h);
+    if (of_r.quotient >= (int)arg.r) break;
+    if (of_r.rest) continue;
+    const long long line = ((long long)at.image * (int)arg.p + p) * (int)arg.q * groups + at.group;
+    for (int q = min(divided(right, arg.by_stride_w), (int)arg.q - 1); q >= 0; --q) {
+      const Divided of_s(right - q * stride_w, arg.dil_w, arg.by_dil_w);
+      if (of_s.quotient >= (int)arg.s) break;
+      if (of_s.rest) continue;
+      const int tap = of_r.quotient * (int)arg.s + of_s.quotient;
+      const Taps taken = from[line + q * groups];
+      const Channels read = dy[line + q * groups];
 #pragma unroll
-      for (int i = 0; i < V; ++i) sum[i] += taken.v[i] == r * (int)arg.s + s ? to_float(read.v[i]) : 0;
+      for (int i = 0; i < V; ++i) sum[i] += taken.v[i] == tap ? to_float(read.v[i]) : 0;
     }
   }
   Channels made;
