@@ -1,4 +1,4 @@
-"""The CUDA text of batch norms and max pooling, run on the CPU on the simulated machine: their passes in training, beside float64."""
+"""The CUDA text of batch norms behind convolutions, run on the CPU on the simulated machine, beside float64."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import simt
 
 from pycuda_conv.engines.nn import batch_norm
 from pycuda_conv.engines.nn.batch_norm import Pixels
-from pycuda_conv.engines.nn.max_pool import Pool
 
 pytestmark = pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
 torch = pytest.importorskip("torch")
@@ -102,29 +101,3 @@ def test_all_blocks_run_at_once(maker, options, each, k):
     steps, _ = maker(Pixels("bfloat16", "NHWC", 64, k, 784), 132, *options)
     grids = [step.grid for step in steps if step.kernel not in ("add_slices", "batch_norm_statistics")]
     assert grids and all(0.9 * each * 132 < grid <= each * 132 for grid in grids)
-
-
-@pytest.mark.parametrize("dtype, layout", [("bfloat16", "NHWC"), ("float32", "NHWC"), ("float16", "NCHW")])
-@pytest.mark.parametrize("taps, stride, padding, dilation", [
-    ((3, 3), (2, 2), (1, 1), (1, 1)), ((2, 2), (2, 2), (0, 0), (1, 1)), ((3, 2), (1, 3), (1, 0), (2, 1)), ((3, 3), (2, 1), (0, 1), (3, 2)),
-    ((5, 4), (3, 2), (2, 2), (1, 2)), ((2, 3), (4, 4), (1, 1), (1, 1)),
-])  # fmt: skip
-def test_max_pooling(dtype, layout, taps, stride, padding, dilation):
-    shape, rng = (2, 16, 13, 14), np.random.default_rng(sum(taps))
-    x = torch.from_numpy(rng.permutation(np.arange(2 * 16 * 13 * 14) % 250).reshape(shape).astype("f")).requires_grad_()
-    y = F.max_pool2d(x, taps, stride, padding, dilation)
-    dy = torch.from_numpy(rng.integers(-3, 4, tuple(y.shape)).astype("f"))
-    (dx,) = torch.autograd.grad(y, x, dy)
-    turn = (0, 2, 3, 1) if layout == "NHWC" else (0, 1, 2, 3)
-    pool = Pool(dtype, shape, taps, stride, padding, dilation, layout)
-
-    def lying(tensor):
-        return np.ascontiguousarray(tensor.detach().numpy().transpose(turn)).astype(dtype)
-
-    made = np.full(lying(y).shape, np.nan, dtype)
-    memory = memory_of(lying(x), made, np.full(made.size, 255, np.uint8))
-    simt.run([[pool.forward()]], memory, 1)
-    assert np.array_equal(memory.buffers[1].view(dtype).reshape(made.shape), lying(y))
-    back = memory_of(lying(dy), memory.buffers[2], np.full(lying(x).shape, np.nan, dtype))
-    simt.run([[pool.backward()]], back, 1)
-    assert np.array_equal(back.buffers[2].view(dtype).reshape(lying(x).shape).astype("f"), lying(dx).astype("f"))
