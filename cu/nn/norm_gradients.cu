@@ -25,9 +25,7 @@ constexpr int WARPS = THREADS / 32, UNROLL = 2, ITEMS = VEC == 8 ? 2 : 4;
 // dout times the activation's derivative at v
 DEVICE void through_activation(int activation, float (&g)[VEC], float (&v)[VEC]) {
   if (activation > RELU) {
-    derive_beyond_relu(activation, 0, v, VEC);
-#pragma unroll
-    for (int i = 0; i < VEC; ++i) g[i] = v[i] == 0 ? 0 : g[i] * v[i];
+    pass_beyond_relu(activation, 0, g, v, VEC);
   } else if (activation) {
 #pragma unroll
     for (int i = 0; i < VEC; ++i) g[i] = v[i] <= 0 ? 0 : g[i];  // that of a NaN passes
