@@ -117,9 +117,9 @@ def _rewrite_convolution(rewrite: Rewrite, convolution: Node, grad: bool) -> str
     if turned is None:
         return "torch's result is neither in C order nor channels last"
     why = chain.why or _why_alone(rewrite, convolution, gradient)
-    _write(rewrite, chain, options, turned, grad)
+    new = _write(rewrite, chain, options, turned, grad)
     late = () if chain.late is None else (chain.late,)
-    steps = tuple(dict.fromkeys(name_of(n) for n in (*chain.nodes, *late)))
+    steps = rewrite.steps[new] = tuple(dict.fromkeys(name_of(n) for n in (*chain.nodes, *late)))
     rewrite.drop_late(chain)
     if len(chain.nodes) > 1 or late:
         rewrite.found.fused.append(steps)
@@ -251,7 +251,7 @@ def _turned_filter(rewrite: Rewrite, x: Node, weight: Node, ndim: int) -> Node:
     return made
 
 
-def _write(rewrite: Rewrite, chain: Chain, options: Options, turned: Any, grad: bool) -> None:
+def _write(rewrite: Rewrite, chain: Chain, options: Options, turned: Any, grad: bool) -> Node:
     training, gradient, settings = chain.training, chain.gradient, options.settings
     dtype = value(chain.convolution).dtype
     before = set(rewrite.graph.nodes)
@@ -295,6 +295,7 @@ def _write(rewrite: Rewrite, chain: Chain, options: Options, turned: Any, grad: 
     if training:
         rewrite.trained.add(new)
     rewrite.drop_counter(chain)
+    return new
 
 
 def _cast_early(rewrite: Rewrite, chain: Chain, parameter: Any, dtype: torch.dtype, grad: bool) -> Any:

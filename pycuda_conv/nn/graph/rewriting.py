@@ -97,6 +97,8 @@ class Rewrite:
         self.of_module = memory(fixed) - self.of_callers
         self.grad_at_start = torch.is_grad_enabled()
         self.trained: set[Node] = set()
+        #: the names of the steps that a chain's call stands for
+        self.steps: dict[Node, tuple[str, ...]] = {}
         self._memory: dict[Node, set[int]] = {}
         self._effects: dict[Node, tuple[bool, set[int], set[int]]] = {}
 
