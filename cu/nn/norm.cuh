@@ -78,6 +78,19 @@ DEVICE void parameters_of(float (&v)[VEC], const Parameter& p, int channel, floa
   }
 }
 
+// gamma and beta of VEC neighbouring channels, whose loads are under way together
+DEVICE void parameters_of(float (&a)[VEC], float (&b)[VEC], const Parameter& gamma, const Parameter& beta, int channel) {
+  const bool whole = gamma.of && beta.of && !gamma.wide && !beta.wide && ((unsigned long long)gamma.of | (unsigned long long)beta.of) % 16 == 0;
+  if (whole && channel % VEC == 0) {
+    const raw_t factors = load((const data_t*)gamma.of + channel), summands = load((const data_t*)beta.of + channel);
+    floats_of(a, factors);
+    floats_of(b, summands);
+  } else {
+    parameters_of(a, gamma, channel, 1);
+    parameters_of(b, beta, channel, 0);
+  }
+}
+
 // what is added to the channels of an image, or zeros
 DEVICE void summands_of(float (&v)[VEC], const data_t* added, long long channel) {
 #pragma unroll

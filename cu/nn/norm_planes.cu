@@ -137,8 +137,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
   fetch();  // on its way while the parameters are
   float mean[VEC], a[VEC], b[VEC], more[VEC];
   const int first = at.inside ? at.column * VEC : 0;
-  parameters_of(a, gamma_of(gamma, shape), first, 1);
-  parameters_of(b, beta_of(beta, shape), first, 0);
+  parameters_of(a, b, gamma_of(gamma, shape), beta_of(beta, shape), first);
   summands_of(more, added, (long long)at.image * channels + first);
 #pragma unroll
   for (int i = 0; i < VEC; ++i) {
