@@ -123,8 +123,9 @@ def exact_gradients(norm, x, gamma, beta, dout):
     return [one.numpy() for one in torch.autograd.grad(z, of, torch.from_numpy(dout.astype(np.float64)))]
 
 
-def computed_gradients(norm, x, gamma, beta, dout, stats, seed=1):
-    steps, workspace = engine.backward(norm, 2)
+def computed_gradients(norm, x, gamma, beta, dout, stats, form="", seed=1):
+    steps, workspace = engine.backward(norm, 2, form)
+    assert (steps[0].kernel == "norm_small_dx") == (form == "" and engine.small_of(norm) is not None)
     lying = [np.ascontiguousarray(one if norm.layout == "NCHW" else np.moveaxis(one, 1, 2)) for one in (x, dout)]
     as_bytes = [np.frombuffer(one.tobytes(), np.uint8) for one in (*lying, stats.astype("f"), gamma, beta)]
     made = [np.full(n, 0xFF, np.uint8) for n in (lying[0].nbytes, gamma.nbytes, beta.nbytes, workspace)]
@@ -140,17 +141,17 @@ GRADIENTS = [case[0] for case in CASES if engine.gradient_fits(case[0])] + [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("norm", GRADIENTS, ids=str)
-def test_gradients_are_float64s(norm):
+@pytest.mark.parametrize("norm, form", [(norm, "") for norm in GRADIENTS] + [(norm, PLANES) for norm in GRADIENTS if engine.small_of(norm)], ids=str)
+def test_gradients_are_float64s(norm, form):
     x, gamma, beta = operands(norm)
     dout = np.random.default_rng(5).standard_normal(x.shape).astype(x.dtype)
     _, stats = exact(norm, x, gamma, beta)
     wanted = exact_gradients(norm, x, gamma, beta, dout)
-    found = computed_gradients(norm, x, gamma, beta, dout, stats)
+    found = computed_gradients(norm, x, gamma, beta, dout, stats, form)
     for one, right in zip(found, wanted, strict=True):
         limit = LIMITS[one.dtype.name] * 4
         assert np.abs(one.astype("d") - right).max() < limit * max(np.abs(right).max(), 1)
-    again = computed_gradients(norm, x, gamma, beta, dout, stats, seed=4)
+    again = computed_gradients(norm, x, gamma, beta, dout, stats, form, seed=4)
     assert all(a.tobytes() == b.tobytes() for a, b in zip(found, again, strict=True))
 
 

@@ -32,6 +32,7 @@ struct alignas(VEC * sizeof(data_t)) Neighbours {
   data_t v[VEC];
 };
 typedef word<Neighbours> raw_t;
+constexpr int WARPS = THREADS / 32;
 
 // The shape of an array, and how a launch divides it. by_n is the divisor n, prepared (division.cuh).
 struct NormShape {
@@ -107,6 +108,18 @@ DEVICE void activate(int activation, float (&v)[VEC]) {
   }
 }
 
+// dout times the activation's derivative at v
+DEVICE void through_activation(int activation, float (&g)[VEC], float (&v)[VEC]) {
+  if (activation > RELU) {
+    derive_beyond_relu(activation, 0, v, VEC);
+#pragma unroll
+    for (int i = 0; i < VEC; ++i) g[i] = v[i] == 0 ? 0 : g[i] * v[i];
+  } else if (activation) {
+#pragma unroll
+    for (int i = 0; i < VEC; ++i) g[i] = v[i] <= 0 ? 0 : g[i];  // that of a NaN passes
+  }
+}
+
 // Numbers of one set: how many, their mean and their squared deviations from it.
 struct Moments {
   float n = 0, mean = 0, squares = 0;
@@ -167,3 +180,19 @@ struct Stand {
     return x + (long long)image * shape.pixels * shape.channels + (inside ? column * VEC : 0);
   }
 };
+
+// Adds, over the threads of a block that have columns of the same group, two numbers each; all of them get the sums.
+DEVICE float2 add_group(float2 v, float2 (&room)[WARPS][32], int own, int width, int first, int count) {
+  for (int mask = 16; mask >= width; mask /= 2) {
+    v.x += __shfl_xor_sync(~0u, v.x, mask);
+    v.y += __shfl_xor_sync(~0u, v.y, mask);
+  }
+  if (threadIdx.x % 32 < width) room[threadIdx.x / 32][own] = v;
+  __syncthreads();
+  v = make_float2(0, 0);
+#pragma unroll 1
+  for (int i = 0; i < count; ++i)
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) v.x += room[w][first + i].x, v.y += room[w][first + i].y;
+  return v;
+}

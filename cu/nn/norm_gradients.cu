@@ -20,19 +20,7 @@
 // By hand: nvcc -cubin -arch=sm_90a -I cu cu/nn/norm_gradients.cu
 #include "nn/norm.cuh"
 
-constexpr int WARPS = THREADS / 32, UNROLL = 2, ITEMS = VEC == 8 ? 2 : 4;
-
-// dout times the activation's derivative at v
-DEVICE void through_activation(int activation, float (&g)[VEC], float (&v)[VEC]) {
-  if (activation > RELU) {
-    derive_beyond_relu(activation, 0, v, VEC);
-#pragma unroll
-    for (int i = 0; i < VEC; ++i) g[i] = v[i] == 0 ? 0 : g[i] * v[i];
-  } else if (activation) {
-#pragma unroll
-    for (int i = 0; i < VEC; ++i) g[i] = v[i] <= 0 ? 0 : g[i];  // that of a NaN passes
-  }
-}
+constexpr int UNROLL = 2, ITEMS = VEC == 8 ? 2 : 4;
 
 // A thread's channels: what their numbers are normalised by.
 struct Channels {

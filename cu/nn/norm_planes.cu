@@ -15,7 +15,7 @@
 // By hand: nvcc -cubin -arch=sm_90a -I cu cu/nn/norm_planes.cu
 #include "nn/norm.cuh"
 
-constexpr int UNROLL = VEC * sizeof(data_t) < 16 ? 8 : 4, WARPS = THREADS / 32;
+constexpr int UNROLL = VEC * sizeof(data_t) < 16 ? 8 : 4;
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
     norm_planes_moments(const data_t* __restrict__ x, const data_t* __restrict__ added, float* __restrict__ parts, const __grid_constant__ NormShape shape) {

@@ -11,23 +11,7 @@
 // By hand: nvcc -cubin -arch=sm_90a -I cu cu/nn/norm_small.cu
 #include "nn/norm.cuh"
 
-constexpr int WARPS = THREADS / 32, UNROLL = 8;
-
-// Adds, over the threads of a block that have columns of the same group, two numbers each; all of them get the sums.
-DEVICE float2 add_group(float2 v, float2 (&room)[WARPS][32], int own, int width, int first, int count) {
-  for (int mask = 16; mask >= width; mask /= 2) {
-    v.x += __shfl_xor_sync(~0u, v.x, mask);
-    v.y += __shfl_xor_sync(~0u, v.y, mask);
-  }
-  if (threadIdx.x % 32 < width) room[threadIdx.x / 32][own] = v;
-  __syncthreads();
-  v = make_float2(0, 0);
-#pragma unroll 1
-  for (int i = 0; i < count; ++i)
-#pragma unroll
-    for (int w = 0; w < WARPS; ++w) v.x += room[w][first + i].x, v.y += room[w][first + i].y;
-  return v;
-}
+constexpr int UNROLL = 8;
 
 extern "C" __global__ void __launch_bounds__(THREADS) CLUSTER_DIMS
     norm_small(const data_t* __restrict__ x, const void* __restrict__ gamma, const void* __restrict__ beta, const data_t* __restrict__ added,

@@ -325,13 +325,21 @@ def _layer_of(norm: Norm) -> tuple[int, int] | None:
     return (vector, threads) if threads <= THREADS else None
 
 
-def backward(norm: Norm, multiprocessors: int) -> tuple[list[KernelLaunch], int]:
+def backward(norm: Norm, multiprocessors: int, form: str = "", limits: Limits = LIMITS) -> tuple[list[KernelLaunch], int]:
     """The launches of a norm's gradients, and the bytes of workspace that they need.
 
     Buffers: x, dout, stats, gamma or None, beta or None | dx, gamma's gradient or None, beta's or None | workspace. The gradients of
     parameters are float32 where these are.
     """
-    file = "norm_gradients"
+    file, small = "norm_gradients", small_of(norm, limits)
+    if (form or (SMALL if small else "")) == SMALL:
+        assert small is not None
+        cut, sets = Cut.of_small(norm, small), norm.N * small.cluster
+        defines, grid = cut.defines() | {"CLUSTER": small.cluster}, sets * cut.tiles
+        of_arrays, kept = (0, 1, 2, 3, 4, 5, 8), 2 * small.nbytes
+        dx = KernelLaunch("norm_small_dx", defines, grid, THREADS, of_arrays, (), "norm_small_gradients", shared=kept, arguments=cut.shape())
+        parameters = cut.launch("norm_parameters", file, ceil(norm.C, THREADS // 4), (8, 6, 7), shape=cut.shape(images=sets))
+        return [dx, parameters], sets * 2 * norm.C * 4
     if norm.P == 1:
         found = _layer_of(norm)
         assert found is not None
@@ -376,7 +384,7 @@ def is_whole(norm: Norm, device: Device) -> bool:
 def steps_for(norm: Norm, device: Device, form: str = "", gradient: bool = False) -> tuple[list[KernelLaunch], int]:
     """The launches for `device` of a norm, or of its gradients."""
     if gradient:
-        return backward(norm, device.multiprocessors)
+        return backward(norm, device.multiprocessors, form, _limits(device))
     return forward(norm, device.multiprocessors, form, _limits(device))
 
 
@@ -400,4 +408,5 @@ def variants(device: Device) -> Iterator[VariantSet]:
         yield VariantSet("norm_planes", alone)
         yield VariantSet("norm_gradients", alone)
         yield VariantSet("norm_small", alone | {"CLUSTER": clusters})
+        yield VariantSet("norm_small_gradients", alone | {"CLUSTER": clusters})
         yield VariantSet("norm_rows", common | {"THREADS": (THREADS, LONG_THREADS)})
