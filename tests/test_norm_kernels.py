@@ -23,7 +23,8 @@ def exact(norm, x, gamma, beta):
     """In float64: the result, and mean and 1 / sqrt(variance + eps). Arrays are (N, C, P)."""
     of = x.astype(np.float64).reshape(norm.N, norm.groups, -1)
     mean = np.zeros((norm.N, norm.groups, 1)) if norm.rms else of.mean(2, keepdims=True)
-    rstd = 1 / np.sqrt(((of - mean) ** 2).mean(2, keepdims=True) + norm.eps)
+    square = ((of - mean) ** 2).mean(2, keepdims=True)
+    rstd = 1 / np.sqrt(np.maximum(square, norm.eps) if norm.rms == 2 else square + norm.eps)
     out = ((of - mean) * rstd).reshape(x.shape)
     out = out * (1 if gamma is None else gamma.astype(np.float64)[:, None]) + (0 if beta is None else beta.astype(np.float64)[:, None])
     return SPECIAL[norm.activation](out), np.concatenate([mean, rstd], 2)
@@ -60,7 +61,8 @@ CASES = [
     (Norm("float16", "NCHW", 2, 32, 70, 4, activation="silu"), ROWS), (Norm("bfloat16", "NCHW", 1, 20, 49, 2, wide=(True, True)), ROWS),
     (Norm("float32", "NCHW", 3, 96, 1, 1, activation="gelu"), ROWS), (Norm("float16", "NHWC", 37, 40, 1, 1, activation="relu"), ROWS),
     (Norm("bfloat16", "NCHW", 5, 1536, 1, 1, rms=True, wide=(True, False)), ROWS), (Norm("float32", "NCHW", 1, 6, 1000, 2), ROWS),
-    (Norm("float32", "NCHW", 1, 3, 7, 3), ROWS),
+    (Norm("float32", "NCHW", 1, 3, 7, 3), ROWS), (Norm("bfloat16", "NCHW", 19, 96, 1, 1, eps=1e-26, rms=2, activation="silu"), ROWS),
+    (Norm("float32", "NCHW", 7, 40, 1, 1, eps=1.1, rms=2), ROWS),
     (Norm("float16", "NCHW", 2, 32, 1000, 4, activation="silu"), SLICED_ROWS), (Norm("float32", "NCHW", 1, 6, 3001, 3), SLICED_ROWS),
     (Norm("bfloat16", "NCHW", 2, 3000, 1, 1, activation="gelu"), SLICED_ROWS),
 ]  # fmt: skip

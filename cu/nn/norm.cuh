@@ -1,6 +1,7 @@
 // norm.cuh: what the kernels of group, instance, layer and RMS norms share: neighbours of an array, moments, parameters, activations.
 //
-//   mean = sum x / M,  rstd = 1 / sqrt(sum (x - mean)^2 / M + eps)   over the M numbers of a group of an image; an RMS norm takes 0 for the mean
+//   mean = sum x / M,  rstd = 1 / sqrt(sum (x - mean)^2 / M + eps)   over the M numbers of a group of an image; an RMS norm takes 0 for the mean,
+//          and a normalised vector's (rms = 2) has the larger one of mean square and eps, not their sum
 //   out  = activation((x - mean) * rstd * gamma + beta)
 //
 // With the channels last x may stand for x + added[image][channel], which changes means alone: no number is added.
@@ -41,7 +42,7 @@ struct NormShape {
   long long columns, across, width;          // VEC channels each: of a pixel, of a block, and the next power of two
   long long tiles, by_tiles, slices, by_slices, per;  // tiles of columns; slices of an image, and pixels of a slice
   long long plane, by_plane;                 // rows: numbers of a channel
-  long long eps, rms, wide, activation;      // bits of a float; whether the mean counts as 0; 1 if gamma is float, 2 if beta is
+  long long eps, rms, wide, activation;      // bits of a float; 1 or 2 if the mean counts as 0; 1 if gamma is float, 2 if beta is
 };
 
 DEVICE raw_t load(const data_t* from) { return *(const raw_t*)from; }
@@ -158,7 +159,8 @@ DEVICE Moments moments_of(float n, float first, float all, float squares) {
 }
 
 DEVICE float rstd_of(float squares, float n, const NormShape& shape) {
-  const float v = squares / n + __int_as_float((int)shape.eps), r = rsqrtf(v), next = fmaf(0.5f * r, fmaf(-v * r, r, 1), r);
+  const float mean_square = squares / n, eps = __int_as_float((int)shape.eps);
+  const float v = shape.rms != 2 ? mean_square + eps : mean_square < eps ? eps : mean_square, r = rsqrtf(v), next = fmaf(0.5f * r, fmaf(-v * r, r, 1), r);
   return v > 0 && v < INFINITY ? next : r;  // a step of Newton's halves rsqrtf's error, which all numbers of a group share
 }
 

@@ -37,12 +37,15 @@ _TYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
 
 
 class Asked(NamedTuple):
-    """The options of a norm: groups of channels, or the number of last axes that are normalised together."""
+    """The options of a norm: groups of channels, or the number of last axes that are normalised together.
+
+    With an `rms` of 2, `eps` is the least mean square, and not added to it: what ``F.normalize`` computes, but for a factor.
+    """
 
     groups: int
     axes: int
     eps: float
-    rms: bool
+    rms: int
     activation: Any
 
 
@@ -220,7 +223,12 @@ def _theirs(asked: Asked, x: Any, gamma: Any, beta: Any) -> Any:
     """The same by torch."""
     if asked.axes:
         shape = x.shape[x.dim() - asked.axes :]
-        y = F.rms_norm(x, shape, gamma, asked.eps) if asked.rms else F.layer_norm(x, shape, gamma, beta, asked.eps)
+        if asked.rms == 2:
+            numbers = math.prod(shape)
+            y = F.normalize(x.flatten(-asked.axes), dim=-1, eps=math.sqrt(asked.eps * numbers)).view_as(x) * math.sqrt(numbers)
+            y = y if gamma is None else y * gamma
+        else:
+            y = F.rms_norm(x, shape, gamma, asked.eps) if asked.rms else F.layer_norm(x, shape, gamma, beta, asked.eps)
     else:
         y = F.group_norm(x, asked.groups, gamma, beta, asked.eps)
     return activated(y, asked.activation)
@@ -276,6 +284,16 @@ def norm_of_graph(asked: Asked) -> Any:
         return _as_it_lies(asked, x, gamma, beta, options, added) if made is None else made
 
     return norm
+
+
+def norm_of_pixels(asked: Asked) -> Any:
+    """(x, gamma) -> the norm of each pixel over its channels, which are last in memory, for graphs that run as they are."""
+    norm = norm_of_graph(asked)
+
+    def of_pixels(x: Any, gamma: Any) -> Any:
+        return norm(x.movedim(1, -1), gamma, None).movedim(-1, 1)
+
+    return of_pixels
 
 
 def _as_it_lies(asked: Asked, x: Any, gamma: Any, beta: Any, options: tuple[Any, ...], added: Any) -> Any:
@@ -424,7 +442,7 @@ def spec_of(asked: Asked) -> list[int]:
 
 def _asked_of(eps: float, spec: Sequence[int]) -> Asked:
     groups, axes, rms, activation = spec
-    return Asked(groups, axes, eps, bool(rms), ACTIVATIONS[activation])
+    return Asked(groups, axes, eps, rms, ACTIVATIONS[activation])
 
 
 def _norm_alone(x: Any, gamma: Any, beta: Any, added: Any, eps: float, spec: Sequence[int]) -> Any:

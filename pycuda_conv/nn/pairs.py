@@ -107,7 +107,8 @@ def _way_of(
 
 def _call_of(asked: tuple[Any, ...], ndim: int) -> Call:
     function, stride, padding, dilation, groups, precision, _, activation, border, algorithm, _ = asked
-    return Call(function, ndim, stride, padding, dilation, groups, precision, 0, activation, algorithm, *(border or ("zeros", 0.0))).hashable()
+    with_border = border or ("zeros", 0.0)
+    return Call(function, ndim, stride, padding, dilation, groups, precision, 0, activation, algorithm, *with_border).hashable()
 
 
 @lru_cache(maxsize=1024)

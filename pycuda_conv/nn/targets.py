@@ -166,6 +166,9 @@ class Light(_Folding):
     def normalise_groups(self, x: Any, gamma: Any, beta: Any, added: Any, asked: Asked, gradient: bool) -> Node | None:
         return self.graph.call_function(normalise.norm_of_graph(asked), (x, gamma, beta, added)) if normalise.pays(value(x)) else None
 
+    def normalise_pixels(self, x: Any, gamma: Any, asked: Asked) -> Node | None:
+        return self.graph.call_function(normalise.norm_of_pixels(asked), (x, gamma)) if normalise.pays(value(x)) else None
+
     def normalise_rows(self, x: Any, gamma: Any, beta: Any, asked: Asked) -> Node | None:
         return self.graph.call_function(normalise.norm_of_graph(asked), (x, gamma, beta)) if normalise.pays(value(x)) else None
 

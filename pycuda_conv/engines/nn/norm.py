@@ -69,8 +69,8 @@ class Norm:
     layout : {"NCHW", "NHWC"}
     N, C, P, groups : int
     eps : float
-    rms : bool
-        Whether the mean counts as 0.
+    rms : int
+        Whether the mean counts as 0; with 2, `eps` is the least mean square, and not added to it.
     activation : str, optional
         One of :data:`ACTIVATED`.
     wide : (bool, bool)
@@ -84,7 +84,7 @@ class Norm:
     P: int
     groups: int
     eps: float = 1e-5
-    rms: bool = False
+    rms: int = 0
     activation: str | None = None
     wide: tuple[bool, bool] = (False, False)
 
@@ -315,7 +315,7 @@ def _cuts_of_planes(norm: Norm, multiprocessors: int) -> tuple[Cut, Cut]:
 
 def gradient_fits(norm: Norm) -> bool:
     """Whether the kernels compute the gradients: of planes, and of rows that are one group each and fit a block."""
-    return norm.P > 1 or (norm.groups == 1 and _layer_of(norm) is not None)
+    return norm.rms != 2 and (norm.P > 1 or (norm.groups == 1 and _layer_of(norm) is not None))
 
 
 def _layer_of(norm: Norm) -> tuple[int, int] | None:
@@ -337,7 +337,9 @@ def backward(norm: Norm, multiprocessors: int, form: str = "", limits: Limits = 
         cut, sets = Cut.of_small(norm, small), norm.N * small.cluster
         defines, grid = cut.defines() | {"CLUSTER": small.cluster}, sets * cut.tiles
         of_arrays, kept = (0, 1, 2, 3, 4, 5, 8), 2 * small.nbytes
-        dx = KernelLaunch("norm_small_dx", defines, grid, THREADS, of_arrays, (), "norm_small_gradients", shared=kept, arguments=cut.shape())
+        dx = KernelLaunch(
+            "norm_small_dx", defines, grid, THREADS, of_arrays, (), "norm_small_gradients", shared=kept, arguments=cut.shape()
+        )
         parameters = cut.launch("norm_parameters", file, ceil(norm.C, THREADS // 4), (8, 6, 7), shape=cut.shape(images=sets))
         return [dx, parameters], sets * 2 * norm.C * 4
     if norm.P == 1:

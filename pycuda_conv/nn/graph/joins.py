@@ -31,9 +31,9 @@ def take(rewrite: Rewrite, node: Node, grad: bool) -> None:
     chain.nodes.append(node)
     if not rewrite.reaches(chain, node) or not rewrite.is_known_at_start(chain, biases):
         return
-    norm = Norm((None, biases[-1], None, None), False, 0.0, 1.0)
+    norm, more = Norm((None, biases[-1], None, None), False, 0.0, 1.0), biases[0] if len(biases) > 1 else None
     with rewrite.graph.inserting_before(node):
-        new = rewrite.targets.convolve_two(options, of_other, (x, weight, other, other_weight), norm, biases[0] if len(biases) > 1 else None)
+        new = rewrite.targets.convolve_two(options, of_other, (x, weight, other, other_weight), norm, more)
     name, found, steps = name_of(residual), rewrite.found, rewrite.steps[node]
     rewrite.replace([residual, node], new)
     found.alone[:] = [one for one in found.alone if one[0] != name]
