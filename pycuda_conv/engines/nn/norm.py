@@ -398,7 +398,7 @@ def compiled(norm: Norm, device: Device, form: str = "", gradient: bool = False)
 
 
 #: The most texts, as an engine says it.
-MOST_VARIANTS = {"cuda": 64}
+MOST_VARIANTS = {"cuda": 96}
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
