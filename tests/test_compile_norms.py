@@ -146,6 +146,15 @@ def test_rms_norms_of_pixels(where, axes, kind, last, taken):  # noqa: F811
     assert not norms()
 
 
+@pytest.mark.parametrize("gradients", ["parameters", "input"])
+def test_what_else_reads_a_trained_norms_input_gets_it_from_the_norm(where, gradients):  # noqa: F811
+    """So the launch of the norm's gradient adds the other."""
+    torch.manual_seed(0)
+    alike(Block, "light", True, gradients, images(2, 8, 6, 5, where=where))
+    passed = [n for n in nodes("call_function") if n.target is __import__("operator").getitem and n.args[1] == 1]
+    assert len(passed) == (gradients == "input")  # else its input is known to need no gradient
+
+
 @HOWS
 def test_a_convolution_and_its_norm_are_one_call(where, how, monkeypatch):  # noqa: F811
     monkeypatch.setattr(group_norms, "JOINS", True)

@@ -125,16 +125,18 @@ def exact_gradients(norm, x, gamma, beta, dout):
     return [one.numpy() for one in torch.autograd.grad(z, of, torch.from_numpy(dout.astype(np.float64)))]
 
 
-def computed_gradients(norm, x, gamma, beta, dout, stats, form="", seed=1):
+def computed_gradients(norm, x, gamma, beta, dout, stats, form="", seed=1, more=None):
     steps, workspace = engine.backward(norm, 2, form)
     assert (steps[0].kernel == "norm_small_dx") == (form == "" and engine.small_of(norm) is not None)
-    lying = [np.ascontiguousarray(one if norm.layout == "NCHW" else np.moveaxis(one, 1, 2)) for one in (x, dout)]
-    as_bytes = [np.frombuffer(one.tobytes(), np.uint8) for one in (*lying, stats.astype("f"), gamma, beta)]
+    given = (x, dout) if more is None else (x, dout, more)
+    lying = [np.ascontiguousarray(one if norm.layout == "NCHW" else np.moveaxis(one, 1, 2)) for one in given]
+    as_bytes = [np.frombuffer(one.tobytes(), np.uint8) for one in (*lying[:2], stats.astype("f"), gamma, beta, *lying[2:])]
+    as_bytes += [None] * (more is None)
     made = [np.full(n, 0xFF, np.uint8) for n in (lying[0].nbytes, gamma.nbytes, beta.nbytes, workspace)]
     memory = SimpleNamespace(buffers=[*as_bytes, *made])
     simt.run([[step] for step in steps], memory, seed)
-    dx = memory.buffers[5].view(x.dtype).reshape(lying[0].shape)
-    return (dx if norm.layout == "NCHW" else np.moveaxis(dx, 2, 1)), memory.buffers[6].view(gamma.dtype), memory.buffers[7].view(beta.dtype)
+    dx = memory.buffers[6].view(x.dtype).reshape(lying[0].shape)
+    return (dx if norm.layout == "NCHW" else np.moveaxis(dx, 2, 1)), memory.buffers[7].view(gamma.dtype), memory.buffers[8].view(beta.dtype)
 
 
 GRADIENTS = [case[0] for case in CASES if engine.gradient_fits(case[0])] + [
@@ -155,6 +157,12 @@ def test_gradients_are_float64s(norm, form):
         assert np.abs(one.astype("d") - right).max() < limit * max(np.abs(right).max(), 1)
     again = computed_gradients(norm, x, gamma, beta, dout, stats, form, seed=4)
     assert all(a.tobytes() == b.tobytes() for a, b in zip(found, again, strict=True))
+    if engine.adds_more(norm):
+        more = np.random.default_rng(6).standard_normal(x.shape).astype(x.dtype)
+        dx, *others = computed_gradients(norm, x, gamma, beta, dout, stats, form, more=more)
+        right = wanted[0] + more.astype("d")
+        assert np.abs(dx.astype("d") - right).max() < LIMITS[dx.dtype.name] * 4 * max(np.abs(right).max(), 1)
+        assert all(a.tobytes() == b.tobytes() for a, b in zip(found[1:], others, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["float16", "float32"])

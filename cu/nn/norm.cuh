@@ -121,6 +121,16 @@ DEVICE void through_activation(int activation, float (&g)[VEC], float (&v)[VEC])
   }
 }
 
+// VEC numbers of another gradient, or zeros
+DEVICE void others_of(float (&v)[VEC], const data_t* more, long long at) {
+  if (more) {
+    floats_of(v, load(more + at));
+  } else {
+#pragma unroll
+    for (int i = 0; i < VEC; ++i) v[i] = 0;
+  }
+}
+
 // Numbers of one set: how many, their mean and their squared deviations from it.
 struct Moments {
   float n = 0, mean = 0, squares = 0;

@@ -1,7 +1,7 @@
 // norm_small_gradients.cu: gradients of group and instance norms of small planes with the channels last, and of the activation behind them:
 // norm_gradients.cu has the formulas.
 //
-//   norm_small_dx   dx in one launch, and parts[image][slice][sum g, sum g * xhat][channel], which norm_parameters (norm_gradients.cu) adds
+//   norm_small_dx   dx plus `more` in one launch, and parts[image][slice][sum g, sum g * xhat][channel], which norm_parameters (norm_gradients.cu) adds
 //
 // Layout   x, dout, dx: [N][P][C]; gamma, beta: [C], of the arrays' type or float; stats: [N][groups] of mean and rstd.
 // Mapping  as norm_small.cu: cluster -> (image, tile of columns) with whole groups; its blocks have a slice of the pixels each; thread -> a column.
@@ -17,7 +17,8 @@ constexpr int UNROLL = 4;
 
 extern "C" __global__ void __launch_bounds__(THREADS) CLUSTER_DIMS
     norm_small_dx(const data_t* __restrict__ x, const data_t* __restrict__ dout, const float2* __restrict__ stats, const void* __restrict__ gamma,
-                  const void* __restrict__ beta, data_t* __restrict__ dx, float* __restrict__ parts, const __grid_constant__ NormShape shape) {
+                  const void* __restrict__ beta, const data_t* __restrict__ more, data_t* __restrict__ dx, float* __restrict__ parts,
+                  const __grid_constant__ NormShape shape) {
   NEXT_LAUNCH_MAY_COME
   AFTER_LAST_LAUNCH
   extern __shared__ __align__(16) raw_t kept[];  // [items][x, dout][THREADS]
@@ -99,16 +100,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) CLUSTER_DIMS
 #endif
   const float n = (float)shape.pixels * (int)shape.each, mean_g = shape.rms ? 0 : all.x / n, mean_product = all.y / n;
   const raw_t* of_kept = kept + threadIdx.x;
-  data_t* to = dx + offset + (long long)(at.start + at.lane) * channels;
+  long long here = offset + (long long)(at.start + at.lane) * channels;
 #pragma unroll 1
-  for (pixel = at.start + at.lane; pixel < end; pixel += down, of_kept += 2 * THREADS, to += (long long)down * channels) {
-    float v[VEC], g[VEC];
+  for (pixel = at.start + at.lane; pixel < end; pixel += down, of_kept += 2 * THREADS, here += (long long)down * channels) {
+    float v[VEC], g[VEC], besides[VEC];
+    others_of(besides, more, here);
     floats_of(v, of_kept[0]);
     floats_of(g, of_kept[THREADS]);
     pass(v, g);
 #pragma unroll
-    for (int i = 0; i < VEC; ++i) v[i] = s.y * (a[i] * g[i] - fmaf(v[i], mean_product, mean_g));
-    store(to, v);
+    for (int i = 0; i < VEC; ++i) v[i] = fmaf(s.y, a[i] * g[i] - fmaf(v[i], mean_product, mean_g), besides[i]);
+    store(dx + here, v);
   }
   float* const of_image = parts + (long long)(at.image * CLUSTER + rank) * 2 * channels;
   for (int j = threadIdx.x; j < width * VEC; j += THREADS) {  // add_group has waited for all that was noted

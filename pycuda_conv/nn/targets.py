@@ -102,7 +102,7 @@ class Light(_Folding):
 
     def __init__(self, graph: Graph) -> None:
         super().__init__(graph)
-        #: the trained layers that can pass their input on, and their options
+        #: the trained layers and norms that can pass their input on, and what makes their calls
         self._passing: dict[Node, Callable[..., Any]] = {}
 
     def evaluate_alone(self, options: Options, x: Node, weight: Node, bias: Any, norm: Norm | None, residual: Any) -> Node:
@@ -164,7 +164,12 @@ class Light(_Folding):
 
 
     def normalise_groups(self, x: Any, gamma: Any, beta: Any, added: Any, asked: Asked, gradient: bool) -> Node | None:
-        return self.graph.call_function(normalise.norm_of_graph(asked), (x, gamma, beta, added)) if normalise.pays(value(x)) else None
+        if not normalise.pays(value(x)):
+            return None
+        made = self.graph.call_function(normalise.norm_of_graph(asked), (x, gamma, beta, added))
+        if gradient and value(x).requires_grad:
+            self._passing[made] = partial(normalise.norm_of_graph, asked)
+        return made
 
     def normalise_pixels(self, x: Any, gamma: Any, asked: Asked) -> Node | None:
         return self.graph.call_function(normalise.norm_of_pixels(asked), (x, gamma)) if normalise.pays(value(x)) else None

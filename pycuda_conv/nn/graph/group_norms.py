@@ -87,6 +87,8 @@ def take(rewrite: Rewrite, node: Node, grad: bool) -> None:
             new.meta["example_value"] = of_x
             new = rewrite.graph.call_method("contiguous", (new,))
     rewrite.replace(chain.nodes, new)
+    if gradient:
+        rewrite.trained.add(new)
     if follows or narrow:
         _mark(new, torch.empty_like(of_x, requires_grad=made.requires_grad) if follows else made.to(of_x.dtype))
     rewrite.found.others.append(steps)
