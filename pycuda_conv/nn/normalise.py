@@ -420,8 +420,9 @@ def _first_backward(
     found = _device_of(asked, TORCH.signature(given), order is not None, (_is_wide(x, gamma), _is_wide(x, beta)))
     assert found is not None
     norm, device = found
-    if not engine.gradient_fits(norm) or (more is not None and not engine.adds_more(norm)):
-        dx, *rest = _by_torch(asked, dout, x, gamma, beta) if not engine.gradient_fits(norm) else backward(asked, dout, x, gamma, beta, stats)
+    fits = engine.gradient_fits(norm)
+    if not fits or (more is not None and not engine.adds_more(norm)):
+        dx, *rest = backward(asked, dout, x, gamma, beta, stats) if fits else _by_torch(asked, dout, x, gamma, beta)
         return dx if more is None else dx + more, rest[0], rest[1]
     besides = None if more is None else TORCH.as_kernel_input(more, order)
     dx = TORCH.empty(x.shape, x, device, order)
