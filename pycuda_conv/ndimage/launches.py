@@ -175,6 +175,9 @@ def _goes_together(bench: Bench, x: Any, pair: tuple[Pass, ...], sums: str) -> b
 def _is_one_volume(bench: Bench, x: Any, three: tuple[Pass, ...], sums: str) -> bool:
     if prod(x.shape[three[2].axis + 1 :]) > MOST_COLOURS or bench.backend != "cuda":
         return False
+    pair = _window_of_pair(x.shape, three[1:], sums, sums, 0.0, PLAIN)
+    if images.walks(pair, (1, len(three[1].taps), len(three[2].taps))):
+        return False  # a launch for slices takes less time than shared memory does
     window, taps = _window_of_three(x.shape, three, sums, sums, 0.0, PLAIN)
     return images.volume_fits(window, taps, bench.device)
 

@@ -209,7 +209,10 @@ def _strip_length(tile: Tile, p: int, others: int, taps: int, shared: int, devic
 
 
 def separable(window: Window, taps: tuple[int, int], device: Device) -> KernelLaunch:
-    """A filter of `taps` along rows' axis (h) and columns' axis (w); 0 is no filter. Buffers: x, both filters, previous results | y."""
+    """A filter of `taps` along rows' axis (h) and columns' axis (w); 0 is no filter. Buffers: x, both filters, previous results | y.
+
+    On a GPU, three kernels do it: see :func:`_kernel_for`.
+    """
     return _launch("separable", window, (1, *taps), device)
 
 
@@ -268,20 +271,73 @@ def volume_fits(window: Window, taps: tuple[int, int, int], device: Device) -> b
     return device.backend == "cuda" and room and tiles >= 2 * device.multiprocessors
 
 
+#: How far a filter of walk.cu reaches to each side, one text for all; columns of a warp there; its warps on a multiprocessor.
+REACHES, WARP_COLUMNS, WARPS = (1, 4), 128, 16
+
+
+def _reach_of_walk(window: Window, taps: tuple[int, int, int]) -> int | None:
+    """How far walk.cu has to reach for a filter along rows and columns, or None if the filter or the image is not for it."""
+    _, r, s = taps
+    before, w = window.before[2], window.size[2]
+    if not r or not s or window.sums != "float32" or window.colours != 1 or window.result[2] != w or w % 4 or not _x_in_fours(window):
+        return None
+    return next((reach for reach in REACHES if max(r - reach - 1, before, s - 1 - before) <= reach and before >= 0), None)
+
+
+def _x_in_fours(window: Window) -> bool:
+    """Whether all rows of x begin at a multiple of four elements."""
+    return _in_fours((*(step for _, step, _ in window.images), *window.x_strides), 4)
+
+
+def _kernel_for(window: Window, taps: tuple[int, int, int], device: Device) -> str:
+    """The kernel of a separable filter: of a short one along rows and columns, of one along rows' axis alone, or of any."""
+    if device.backend == "cuda":
+        if walks(window, taps):
+            return "walk"
+        if taps[1] and not taps[2] and window.colours == 1 and not window.size[2] % 4 and _x_in_fours(window):
+            return "columns"
+    return "separable"
+
+
+def walks(window: Window, taps: tuple[int, int, int]) -> bool:
+    """Whether a filter along rows and columns is short enough, and the image such, that it needs no shared memory on a GPU."""
+    return _reach_of_walk(window, taps) is not None
+
+
+def _warp_rows(p: int, others: int, halo: int, device: Device) -> int:
+    """Rows of a warp's strip, of which there are `others` beside one another."""
+    resident = device.multiprocessors * WARPS
+    sizes = {ceil(p, count) for count in range(1, ceil(p, 16) + 1)} | {p}
+    return min(sizes, key=lambda rows: (ceil(others * ceil(p, rows), resident) * (rows + halo + 8), rows))
+
+
+def _tile_for(kernel: str, window: Window, taps: tuple[int, int, int], device: Device) -> Tile | None:
+    lanes, q = 16 // window.sum_bytes, window.result[2] * window.colours
+    if kernel == "volume":
+        return _volume_tile(q, window.colours, taps, lanes)
+    if kernel == "walk":
+        return Tile(0, WARP_COLUMNS, 0, 0, 0, 0, 0)
+    if kernel == "columns":
+        return Tile(8 * THREADS // 32, 32 * lanes, 0, 0, 0, 0, ceil(taps[1], 8) * 8)
+    return fits(window, taps, kernel == "correlate", device)
+
+
 def _launch(kernel: str, window: Window, taps: tuple[int, int, int], device: Device, skip: bool = False) -> KernelLaunch:
-    dense, host = kernel == "correlate", device.backend != "cuda"
-    (d, h, w), (o, p, q), colours = window.size, window.result, window.colours
-    deep = kernel == "volume"
-    tile = _volume_tile(q * colours, colours, taps, 16 // window.sum_bytes) if deep else fits(window, taps, dense, device)
+    host, (d, h, w), (o, p, q), colours = device.backend != "cuda", window.size, window.result, window.colours
+    kernel = _kernel_for(window, taps, device) if kernel == "separable" else kernel
+    tile = _tile_for(kernel, window, taps, device)
     if tile is None:
         raise ValueError(f"a filter of {taps} taps does not fit a block's memory")
     lanes, shared = 16 // window.sum_bytes, 0 if host else tile.room * window.sum_bytes
     counts, x_steps, y_steps = zip(*window.images, strict=True)
-    across = ceil(q * colours, tile.q)
+    across, reach = ceil(q * colours, tile.q), 0
     tile_p, tile_d = tile.p, 1
-    if deep:
+    if kernel == "volume":
         tile_d = _strip_length(tile, o, prod(counts) * ceil(p, tile.p) * across, taps[0], shared, device)
-    elif not host and not dense:
+    elif kernel == "walk":
+        reach = _reach_of_walk(window, taps) or 0
+        tile_p = _warp_rows(p, prod(counts) * o * across, 2 * reach, device)
+    elif not host and kernel in ("separable", "sum"):
         tile_p = _strip_length(tile, p, prod(counts) * o * across, taps[1], shared, device)
     strips = ceil(o, tile_d)
     args: dict[str, int] = {
@@ -291,7 +347,7 @@ def _launch(kernel: str, window: Window, taps: tuple[int, int, int], device: Dev
         "step": tile.step, "by_eighth_q": divider(max(tile.q // 8, 1)), "by_quarter_q": divider(max(tile.q // lanes, 1)),
         "value": bits(window.value, window.sum_bytes), "square": window.square, "add": window.add, "root": window.root,
         "box_h": window.boxes[0], "box_w": window.boxes[1],
-        "x_fours": _in_fours((*x_steps, *window.x_strides), 4), "y_fours": _in_fours((*y_steps, *window.y_strides), lanes), "skip": skip,
+        "x_fours": _x_in_fours(window), "y_fours": _in_fours((*y_steps, *window.y_strides), lanes), "skip": skip,
         "x_d": window.x_strides[0], "x_h": window.x_strides[1], "y_d": window.y_strides[0], "y_h": window.y_strides[1],
     }  # fmt: skip
     for name, x_step, y_step in zip(("outer", "middle", "inner"), x_steps, y_steps, strict=True):
@@ -300,10 +356,13 @@ def _launch(kernel: str, window: Window, taps: tuple[int, int, int], device: Dev
         args[f"pad_{axis}"] = before
         args |= {f"{name}_{axis}": number for name, number in border_numbers(border, n, before).items()}
     blocks = prod(counts) * strips * args["tiles_p"] * args["tiles_q"]
+    args |= {"strips": blocks, "reach": reach}
+    if kernel == "walk":
+        blocks = ceil(blocks, THREADS // 32)
     if blocks > GRID_LIMIT:
         raise ValueError(f"the images take {blocks:,} blocks, and a launch has at most {GRID_LIMIT:,}")
-    reach = max(_reach(window, x_steps, window.x_strides, window.size), _reach(window, y_steps, window.y_strides, window.result))
-    defines = _defines(window.input, window.output, int(reach >= 2**31), host)
+    extent = max(_extent(window, x_steps, window.x_strides, window.size), _extent(window, y_steps, window.y_strides, window.result))
+    defines = _defines(window.input, window.output, int(extent >= 2**31), host)
     return KernelLaunch(
         f"images_{kernel}" + "_cpu" * host, defines, blocks, defines["THREADS"], (0, 1, 2, 3), (), f"images_{kernel}" + "_cpu" * host,
         shared=shared, arguments=arguments(WindowArguments, **args),
@@ -315,7 +374,7 @@ def _in_fours(steps: Sequence[int], count: int) -> bool:
     return not any(step % count for step in steps)
 
 
-def _reach(window: Window, steps: Sequence[int], strides: Sequence[int], size: Sequence[int]) -> int:
+def _extent(window: Window, steps: Sequence[int], strides: Sequence[int], size: Sequence[int]) -> int:
     """Elements from an array's first to its last."""
     outer = sum((count - 1) * step for (count, *_), step in zip(window.images, steps, strict=True))
     return outer + (size[0] - 1) * strides[0] + (size[1] - 1) * strides[1] + size[2] * window.colours
@@ -336,7 +395,7 @@ def compiled(kernel: str, window: Window, taps: tuple[int, int, int], device: An
 
 
 #: The most texts, as an engine says it.
-MOST_VARIANTS = {"cuda": 56, "opencl": 28}
+MOST_VARIANTS = {"cuda": 83, "opencl": 28}
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
@@ -344,8 +403,9 @@ def variants(device: Device) -> Iterator[VariantSet]:
     host = device.backend != "cuda"
     narrow = tuple(CODES[name] for name in ("float32", "uint8", "int8", "uint16", "int16"))
     more = {"THREADS": (1 if host else THREADS,)} | ({"ROOM": (OPENCL_ROOM,)} if host else {})
-    kernels = ("separable_cpu", "correlate_cpu") if host else ("separable", "correlate", "volume", "sum")
+    kernels = ("separable_cpu", "correlate_cpu") if host else ("separable", "walk", "columns", "correlate", "volume", "sum")
     for kernel in (f"images_{name}" for name in kernels):
         choices = {"DTYPE": (32,), "INDEX_64": (0, 1), "IN": narrow, "OUT": narrow, **more}
         yield VariantSet(kernel, choices, lambda defines: defines["IN"] == defines["OUT"] or 32 in (defines["IN"], defines["OUT"]))
-        yield VariantSet(kernel, {**choices, "DTYPE": (64,), "IN": (64,), "OUT": (64,)})
+        if kernel != "images_walk":
+            yield VariantSet(kernel, {**choices, "DTYPE": (64,), "IN": (64,), "OUT": (64,)})
