@@ -65,12 +65,22 @@ class Join(NamedTuple):
 PLAIN = Join()
 
 
+class Taped(NamedTuple):
+    """A launch that was made: of which array, with which launcher and filter, and whether it read earlier results."""
+
+    x: Any
+    launcher: Any
+    filters: Any
+    joined: bool
+
+
 class Bench(NamedTuple):
-    """Where filters run: the operations on arrays of a kind, the device, and the caller's stream."""
+    """Where filters run: the operations on arrays of a kind, the device, the caller's stream, and a list for the launches that are made."""
 
     space: Space
     device: Any
     stream: Any = None
+    tape: list[Taped] | None = None
 
     @property
     def backend(self) -> str:
@@ -477,6 +487,8 @@ def _launched(
     launcher = images.compiled(kernel, window, taps, bench.device, skip)
     inputs = x, _kept(bench.space, filters, x), previous
     execute.launch(bench.space.kind, bench.device, launcher, inputs, (made,), 0, bench.stream)
+    if bench.tape is not None:
+        bench.tape.append(Taped(x, launcher, inputs[1], previous is not None))
     return made
 
 
