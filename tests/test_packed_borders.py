@@ -272,3 +272,24 @@ def test_small_planes_get_their_border_and_give_it_back(seed):
     assert kernel in {step.kernel for stage in emulator.program_of(problem, config, 3).whole for step in stage}
     got = simt.computed(problem, config, *(one.astype(dtype) for one in operands), seeds=(seed,))
     np.testing.assert_array_equal(got.astype(np.float64), want.astype(dtype).astype(np.float64))
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8"])
+@pytest.mark.parametrize(("layout", "config"), [
+    ("NCHW", engines.ImplicitGemm(64, 64, 2)), ("NHWC", engines.ImplicitGemm(64, 64, 2)), ("NCHW", engines.ImplicitGemm(128, 64, 3)), ("NCHW", engines.ImplicitGemm(64, 64, 2, 2)),
+])  # fmt: skip
+def test_an_image_of_bytes_takes_two_products(dtype, layout, config):
+    """Its second limb is 0. Whole numbers are exact, others as near as with three products."""
+    rng = np.random.default_rng(len(dtype) + len(layout))
+    x_shape, w_shape = (2, 40, 9, 11), (70, 40, 3, 3)
+    problem = ConvProblem.forward(2, x_shape, w_shape, padding=1, padding_mode="reflect", layout=layout, input_dtype=dtype)
+    bordered = engines.Bordered(str(config))
+    made = [step for stage in emulator.program_of(problem, bordered, 3).whole for step in stage]
+    assert [step.defines["PRODUCTS"] for step in made if step.kernel == "hopper_gemm"] == [2]
+    limits = np.iinfo(dtype)
+    x = rng.integers(limits.min, limits.max, x_shape, dtype, endpoint=True)
+    wide = np.pad(x.astype(np.float64), ((0, 0), (0, 0), (1, 1), (1, 1)), "reflect")
+    for w in (rng.integers(-9, 10, w_shape).astype(np.float32), rng.standard_normal(w_shape).astype(np.float32)):
+        got, want = simt.computed(problem, bordered, x, w), reference(False, 2, wide, w)
+        whole = (w == np.rint(w)).all()
+        np.testing.assert_allclose(got, want, rtol=0, atol=0 if whole else 4e-7 * reference(False, 2, abs(wide), abs(w)).max())

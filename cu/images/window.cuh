@@ -61,7 +61,6 @@ typedef struct WindowArguments {
   long_t t, r, s;                                       // taps along d, h and w; 0: nothing is done along that axis
   long_t tile_p, tile_q, by_tile_q;                     // of a block; tile_q is a multiple of 8 * colours
   long_t step, by_eighth_q, by_quarter_q;               // rows that a block of separable.cu has at a time; tile_q / 8, and tile_q / 4 or / 2
-  long_t tile_d, o_end;                                 // slices of a strip of volume.cu, which counts strips by `o`; slices of the result
   long_t halo_p, halo_q, pitch, wide;                   // the window; elements from row to row, in the window and in its filtered rows
   long_t bias_d, period_d, by_period_d, high_d, sign_d, outside_d;
   long_t bias_h, period_h, by_period_h, high_h, sign_h, outside_h;

@@ -34,8 +34,6 @@ SLACK = 64
 SHARED_STEPS = (55 << 10, 74 << 10, 112 << 10)
 #: Blocks of a multiprocessor, which the kernels' registers allow.
 MOST_BLOCKS = 4
-#: Slices of a volume that a block filters at a time.
-VOLUME_STEP = 8
 #: The most colours that lie behind one another in a row.
 MOST_COLOURS = 8
 #: The types of pixels, as the kernels know them.
@@ -223,11 +221,6 @@ def total(window: Window, taps: tuple[int, int, int], device: Device) -> KernelL
     return _launch("sum", window, taps, device)
 
 
-def volume(window: Window, taps: tuple[int, int, int], device: Device) -> KernelLaunch:
-    """Filters of `taps` along all three axes, one after another, on a GPU. Buffers: x, the filters, previous results | y."""
-    return _launch("volume", window, taps, device)
-
-
 def correlate(window: Window, taps: tuple[int, int, int], device: Device, skip: bool = False) -> KernelLaunch:
     """A filter of `taps` along all axes. Buffers: x, the filter as :func:`packed` lays it, previous results | y.
 
@@ -246,29 +239,6 @@ def packed(filters: np.ndarray, window: Window, device: Device) -> np.ndarray:
     wide = np.zeros((t, r, groups * lanes), window.sums)
     wide[..., :s] = filters
     return np.ascontiguousarray(wide.reshape(t, r, groups, lanes).transpose(0, 2, 1, 3)).ravel()
-
-
-def _volume_tile(q: int, colours: int, taps: tuple[int, int, int], lanes: int) -> Tile:
-    """The tile of a slice of a volume, on a GPU."""
-    t, r, s = taps
-    p, wide_q = 16, min(max(32 // (8 * colours), 1), ceil(q, 8 * colours)) * 8 * colours
-    halo_p, halo_q = p + r - 1, wide_q + (s - 1) * colours
-    pitch, wide = (halo_q + 7) | 1, wide_q + lanes
-    rows = ceil(VOLUME_STEP * halo_p, 8 * lanes) * 8 * lanes
-    room = sum(ceil(n, 8) * 8 for n in taps) + (t - 1 + VOLUME_STEP) * p * wide + VOLUME_STEP * halo_p * wide + rows * pitch
-    return Tile(p, wide_q, halo_p, halo_q, pitch, wide, room, VOLUME_STEP)
-
-
-def volume_fits(window: Window, taps: tuple[int, int, int], device: Device) -> bool:
-    """Whether filters along all three axes should go into one launch: two blocks of a multiprocessor have the memory, tiles fill the GPU.
-
-    Fewer tiles take longer than a launch for rows and columns and one for slices: 256 x 256 x 256 288 us instead of 239 on an H200.
-    """
-    q = window.result[2] * window.colours
-    tile = _volume_tile(q, window.colours, taps, 16 // window.sum_bytes)
-    tiles = prod(count for count, *_ in window.images) * ceil(window.result[1], tile.p) * ceil(q, tile.q)
-    room = tile.room * window.sum_bytes <= min(SHARED_STEPS[-1], shared_limit(device))
-    return device.backend == "cuda" and room and tiles >= 2 * device.multiprocessors
 
 
 #: How far a filter of walk.cu reaches to each side, one text for all; columns of a warp there; its warps on a multiprocessor.
@@ -292,16 +262,11 @@ def _x_in_fours(window: Window) -> bool:
 def _kernel_for(window: Window, taps: tuple[int, int, int], device: Device) -> str:
     """The kernel of a separable filter: of a short one along rows and columns, of one along rows' axis alone, or of any."""
     if device.backend == "cuda":
-        if walks(window, taps):
+        if _reach_of_walk(window, taps) is not None:
             return "walk"
         if taps[1] and not taps[2] and window.colours == 1 and not window.size[2] % 4 and _x_in_fours(window):
             return "columns"
     return "separable"
-
-
-def walks(window: Window, taps: tuple[int, int, int]) -> bool:
-    """Whether a filter along rows and columns is short enough, and the image such, that it needs no shared memory on a GPU."""
-    return _reach_of_walk(window, taps) is not None
 
 
 def _warp_rows(p: int, others: int, halo: int, device: Device) -> int:
@@ -313,8 +278,6 @@ def _warp_rows(p: int, others: int, halo: int, device: Device) -> int:
 
 def _tile_for(kernel: str, window: Window, taps: tuple[int, int, int], device: Device) -> Tile | None:
     lanes, q = 16 // window.sum_bytes, window.result[2] * window.colours
-    if kernel == "volume":
-        return _volume_tile(q, window.colours, taps, lanes)
     if kernel == "walk":
         return Tile(0, WARP_COLUMNS, 0, 0, 0, 0, 0)
     if kernel == "columns":
@@ -331,17 +294,14 @@ def _launch(kernel: str, window: Window, taps: tuple[int, int, int], device: Dev
     lanes, shared = 16 // window.sum_bytes, 0 if host else tile.room * window.sum_bytes
     counts, x_steps, y_steps = zip(*window.images, strict=True)
     across, reach = ceil(q * colours, tile.q), 0
-    tile_p, tile_d = tile.p, 1
-    if kernel == "volume":
-        tile_d = _strip_length(tile, o, prod(counts) * ceil(p, tile.p) * across, taps[0], shared, device)
-    elif kernel == "walk":
+    tile_p = tile.p
+    if kernel == "walk":
         reach = _reach_of_walk(window, taps) or 0
         tile_p = _warp_rows(p, prod(counts) * o * across, 2 * reach, device)
     elif not host and kernel in ("separable", "sum"):
         tile_p = _strip_length(tile, p, prod(counts) * o * across, taps[1], shared, device)
-    strips = ceil(o, tile_d)
     args: dict[str, int] = {
-        "tiles_p": ceil(p, tile_p), "tiles_q": across, "o": strips, "o_end": o, "tile_d": tile_d, "middle": counts[1], "inner": counts[2],
+        "tiles_p": ceil(p, tile_p), "tiles_q": across, "o": o, "middle": counts[1], "inner": counts[2],
         "d": d, "h": h, "w": w * colours, "p": p, "q": q * colours, "colours": colours, "t": taps[0], "r": taps[1], "s": taps[2],
         "tile_p": tile_p, "tile_q": tile.q, "halo_p": tile.halo_p, "halo_q": tile.halo_q, "pitch": tile.pitch, "wide": tile.wide,
         "step": tile.step, "by_eighth_q": divider(max(tile.q // 8, 1)), "by_quarter_q": divider(max(tile.q // lanes, 1)),
@@ -355,7 +315,7 @@ def _launch(kernel: str, window: Window, taps: tuple[int, int, int], device: Dev
     for axis, n, before, border in zip("dhw", window.size, window.before, window.borders, strict=True):
         args[f"pad_{axis}"] = before
         args |= {f"{name}_{axis}": number for name, number in border_numbers(border, n, before).items()}
-    blocks = prod(counts) * strips * args["tiles_p"] * args["tiles_q"]
+    blocks = prod(counts) * o * args["tiles_p"] * args["tiles_q"]
     args |= {"strips": blocks, "reach": reach}
     if kernel == "walk":
         blocks = ceil(blocks, THREADS // 32)
@@ -395,7 +355,7 @@ def compiled(kernel: str, window: Window, taps: tuple[int, int, int], device: An
 
 
 #: The most texts, as an engine says it.
-MOST_VARIANTS = {"cuda": 83, "opencl": 28}
+MOST_VARIANTS = {"cuda": 69, "opencl": 28}
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
@@ -403,7 +363,7 @@ def variants(device: Device) -> Iterator[VariantSet]:
     host = device.backend != "cuda"
     narrow = tuple(CODES[name] for name in ("float32", "uint8", "int8", "uint16", "int16"))
     more = {"THREADS": (1 if host else THREADS,)} | ({"ROOM": (OPENCL_ROOM,)} if host else {})
-    kernels = ("separable_cpu", "correlate_cpu") if host else ("separable", "walk", "columns", "correlate", "volume", "sum")
+    kernels = ("separable_cpu", "correlate_cpu") if host else ("separable", "walk", "columns", "correlate", "sum")
     for kernel in (f"images_{name}" for name in kernels):
         choices = {"DTYPE": (32,), "INDEX_64": (0, 1), "IN": narrow, "OUT": narrow, **more}
         yield VariantSet(kernel, choices, lambda defines: defines["IN"] == defines["OUT"] or 32 in (defines["IN"], defines["OUT"]))
