@@ -277,11 +277,10 @@ def _warp_rows(p: int, others: int, halo: int, device: Device) -> int:
 
 
 def _tile_for(kernel: str, window: Window, taps: tuple[int, int, int], device: Device) -> Tile | None:
-    lanes, q = 16 // window.sum_bytes, window.result[2] * window.colours
     if kernel == "walk":
         return Tile(0, WARP_COLUMNS, 0, 0, 0, 0, 0)
     if kernel == "columns":
-        return Tile(8 * THREADS // 32, 32 * lanes, 0, 0, 0, 0, ceil(taps[1], 8) * 8)
+        return Tile(8 * THREADS // 32, 32 * (16 // window.sum_bytes), 0, 0, 0, 0, ceil(taps[1], 8) * 8)
     return fits(window, taps, kernel == "correlate", device)
 
 
