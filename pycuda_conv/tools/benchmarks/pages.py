@@ -17,7 +17,7 @@ from pycuda_conv.tools.report import FRONT_PAGE, RESULTS_PAGE, kernels_words
 PAGES = RESULTS_PAGE, FRONT_PAGE
 #: The commands of ``make results``; each writes its parts of the pages.
 COMMANDS = (
-    ("bench", "--suite", "drawn"), ("bench", "--suite", "kernelbench", "--plots", "docs/plots"),
+    ("bench", "--suite", "drawn"), ("bench", "--suite", "kernelbench", "--plots", "docs/plots"), ("bench", "--suite", "numbers"),
     ("bench", "--mode", "fp32", "tf32", "fp16-nhwc", "--quick", "--plots", "docs/plots"), ("bench", "--training"),
     ("bench", "--models", "--training", "--quick"), ("bench", "--host", "--quick"), ("bench", "--energy"),
 )  # fmt: skip
