@@ -173,7 +173,7 @@ def parser() -> argparse.ArgumentParser:
     )
     bench.add_argument(
         "--suite", choices=("published", "kernelbench", "drawn", "numbers"), default="published",
-        help="layers of published networks; KernelBench's in every way of torch's; random ones and gradients, not tuned for; or a few in fp32 "
+        help="layers of published networks; KernelBench's in every way of torch's; random ones and gradients; or a few in fp32 "
         "with every kind of numbers, those that take the exact path too",
     )
     bench.add_argument("--untuned", action="store_true", help="leave measured choices out of account: the models choose")
