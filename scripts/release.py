@@ -3,10 +3,10 @@
     python3 scripts/release.py measure FOLDER [PART ...] [--seconds N]      on the machine with the GPU: the parts, one after another
     python3 scripts/release.py join FOLDER                                  in the checkout: the parts become docs/results/VERSION.json
 
-Parts are the GPU's tests with the sanitizer (`tests`), `verify`, and every command of `make results`, which writes its pages too. By default
-all run; two machines, or two GPUs, may share them. `--seconds` ends each part's command after so long, as far as it can be ended. Each
-part leaves FOLDER/PART.json with its command, status, seconds, report, and what tells its tree from others. `join` refuses parts that are
-missing, failed, or of another tree than the checkout's.
+Parts are the GPU's tests with the sanitizer (`tests`), `verify`, and every command of `make results`, which writes its pages too. By
+default all run; two machines, or two GPUs, may share them. `--seconds` ends each part's command after so long, as far as it can be ended.
+Each part leaves FOLDER/PART.json with its command, status, seconds, report, and what tells its tree from others. `join` refuses parts that
+are missing, failed, or of another tree than the checkout's.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ def join(folder: Path) -> int:
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
     target = ROOT / "docs" / "results" / f"{version}.json"
     target.parent.mkdir(exist_ok=True)
-    target.write_text(json.dumps({"version": version, "commit": commit, "tree": tree(), "kernels": digest(), "parts": parts}, indent=1) + "\n")
+    found = {"version": version, "commit": commit, "tree": tree(), "kernels": digest(), "parts": parts}
+    target.write_text(json.dumps(found, indent=1) + "\n")
     print(f"{target.relative_to(ROOT)} is written")
     return 0
 
