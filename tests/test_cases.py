@@ -19,6 +19,7 @@ from reference import NVCC, assert_close, assert_exact
 
 from pycuda_conv import ConvProblem, Plan, engines
 from pycuda_conv.engines import registry
+from pycuda_conv.engines.geometry import divider
 from pycuda_conv.runtime.base import KernelLaunch
 from pycuda_conv.runtime.target import Target
 
@@ -142,25 +143,30 @@ def test_moments_are_noted(of, run):
 @simulated
 @pytest.mark.parametrize(("of", "run", "name"), [pytest.param(of, run, name, id=f"{of}-{i}-{name}") for of in EVERY for i, (run, names) in enumerate(of.arguments) for name in names.split()])
 def test_a_wrong_argument_is_noticed(of, run, name, monkeypatch):
-    """The results are others, or the machine says what a kernel must not do."""
+    """Smaller by one, or larger by one: the results are others, or the machine says what a kernel must not do."""
     case, mode, config = run
     arrays, schedule = case.integers(dtype_of(mode)), of.engine.schedule
+    ref = case.reference(*arrays)
 
-    def changed(step):
-        if step.kernel != of.kernel:
-            return step
-        first, *others = step.structs
-        return replace(step, arguments=(first._replace(**{name: getattr(first, name) + 1}), *others))
+    def computed(by: int) -> np.ndarray:
+        def changed(step):
+            if step.kernel != of.kernel:
+                return step
+            first, *others = step.structs
+            value = getattr(first, name) + by
+            values = {name: value, **({f"by_{name}": divider(value)} if f"by_{name}" in first._fields and value > 0 else {})}
+            return replace(step, arguments=(first._replace(**values), *others))
 
-    def wrong(*given):
-        program = schedule(*given)
-        return replace(program, whole=[[changed(step) for step in steps] for steps in program.whole])
+        def wrong(*given):
+            program = schedule(*given)
+            return replace(program, whole=[[changed(step) for step in steps] for steps in program.whole])
 
-    monkeypatch.setattr(of.engine, "schedule", wrong)
-    with pytest.raises(AssertionError):
-        got = simt.computed(asked(case, mode), config, *arrays, seeds=(1,))
-        same = np.array_equal(got, case.reference(*arrays).astype(got.dtype))
-        assert same
+        monkeypatch.setattr(of.engine, "schedule", wrong)
+        return simt.computed(asked(case, mode), config, *arrays, seeds=(1,))
+
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        for by in (-1, 1):
+            assert_exact(computed(by), ref)
 
 
 @simulated

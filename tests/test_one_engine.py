@@ -295,7 +295,7 @@ def test_the_gradient_lies_as_its_filter_does(torch):
 
 
 def test_the_model_of_columns_adds_the_product_and_its_columns():
-    problem = asked(of_columns.SEVERAL[1], "fp32").launched
+    problem = asked(dgrad((3, 16, 9), (16, 1, 25), stride=10, padding=12), "fp32").launched
     us, config = columns.choose(problem, H200)
     product = columns._product(problem)
     assert us == columns.time(problem, config, H200) > engines.predicted(product, engines.choose(product, H200), H200)

@@ -63,7 +63,7 @@ CASES = Cases(
     ranged=[(THIN, "tf32 last", DenseNhwc(64, 64, 2), RANGED[::2])],
     ranged_gpu=[(THIN, "tf32 last", DenseNhwc(64, 32, 4), RANGED)],
     arguments=[
-        ((SHAPES[2], "tf32 last", DenseNhwc(64, 64, 2)), "blocks channel_blocks last_steps rows tap_s tap_base tap_step_s dilation_h dilation_w load_plane load_q low_h low_w plane pq q out_size out_h out_w"),
+        ((SHAPES[2], "tf32 last", DenseNhwc(64, 64, 2)), "blocks channel_blocks rows tap_s tap_base tap_step_s dilation_h dilation_w low_h low_w plane pq q out_size out_h out_w"),
         ((SHAPES[4], "tf32 last", DenseNhwc(64, 64, 2)), "stride_h tap_r tap_step_r"), ((SHAPES[10], "tf32 last", DenseNhwc(64, 64, 2)), "tap_step_s out_base"),
     ],
     broken=[  # the first writes runs of pixels, the second four channels at once

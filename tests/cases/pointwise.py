@@ -79,7 +79,7 @@ CASES = Cases(
         ((fprop((7, 70, 6, 10), (100, 70, 1, 1)), "fp32", Pointwise(32, 2, 3)), "across down steps each rows columns boxes plane row_step column_step"),
         ((fprop((7, 70, 6, 10), (100, 70, 1, 1)), "tf32", Pointwise(32, 2, 3)), "busy"),
         ((fprop((7, 72, 6, 10), (100, 72, 1, 1)), "tf32 last", Pointwise(32, 2, 3)), "across down steps each rows columns row_step column_step"),
-        ((Filter((3, 130, 6, 10), (300, 130, 1, 1), layout="NCHW"), "fp32", Pointwise(64, 1, 3, 2)), "across down steps each rows columns boxes row_step column_step size"),
+        ((Filter((3, 130, 6, 10), (300, 130, 1, 1), layout="NCHW"), "fp32", Pointwise(64, 1, 3, 2)), "across down steps each rows boxes row_step column_step size"),
     ],
     refused=[
         (fprop((2, 8, 6, 6), (4, 8, 3, 3)), "fp32", Pointwise(), "1x1 filters"), (fprop((2, 8, 6, 6), (4, 8, 1, 1), stride=2), "fp32", Pointwise(), "without stride"),

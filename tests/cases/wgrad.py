@@ -127,8 +127,8 @@ CASES = Cases(
     ],
     arguments=[
         ((case, "fp16 last", WgradNhwc(64, 64, 3, 2)), names) for case, names in (
-            (SHAPES[1], "tiles_m tiles_n stages part columns column_blocks load_plane size"),
-            (SHAPES[4], "inner taps tap_s dilation_w dilation_h load_q load_pq stride_h stride_w low_h low_w spatial_dims"),
+            (SHAPES[1], "tiles_m tiles_n stages part column_blocks size"),
+            (SHAPES[4], "inner taps tap_s dilation_w dilation_h load_q stride_h stride_w low_h low_w spatial_dims"),
             (SHAPES[10], "group_packs"), (SHAPES[15], "rows own_rows own_columns"), (SHAPES[13], "tap_r dilation_d stride_d low_d"))
     ],
     broken=[
