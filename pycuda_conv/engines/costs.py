@@ -29,20 +29,28 @@ class Costs:
         raise AttributeError(f"there is no cost {name} in {FOLDER / REFERENCE}")
 
 
-@cache
-def costs(engine: str) -> Costs:
+#: Those of the engines that asked, by name.
+_made: dict[str, Costs] = {}
+
+
+def costs(engine: str, **guesses: float) -> Costs:
     """The constants of an engine's model, by its module's name, as "mma.few_inputs".
 
     Parameters
     ----------
     engine : str
+    **guesses : float
+        The constants of a new engine, until some are fitted: what the file has counts before them.
 
     Raises
     ------
     KeyError
-        The file has none of it.
+        The file has none of it, and there are no guesses.
     """
-    return Costs({name: read_as(entry[0]) for name, entry in _table()[engine].items() if name != "about"})
+    if engine not in _made:
+        known = _table().get(engine, {}) if guesses else _table()[engine]
+        _made[engine] = Costs(guesses | {name: read_as(entry[0]) for name, entry in known.items() if name != "about"})
+    return _made[engine]
 
 
 @contextmanager
