@@ -112,9 +112,7 @@ DEVICE void activate(int activation, float (&v)[VEC]) {
 // dout times the activation's derivative at v
 DEVICE void through_activation(int activation, float (&g)[VEC], float (&v)[VEC]) {
   if (activation > RELU) {
-    derive_beyond_relu(activation, 0, v, VEC);
-#pragma unroll
-    for (int i = 0; i < VEC; ++i) g[i] = v[i] == 0 ? 0 : g[i] * v[i];
+    pass_beyond_relu(activation, 0, g, v, VEC);
   } else if (activation) {
 #pragma unroll
     for (int i = 0; i < VEC; ++i) g[i] = v[i] <= 0 ? 0 : g[i];  // that of a NaN passes

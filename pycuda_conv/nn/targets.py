@@ -160,6 +160,10 @@ class Light(_Folding):
             return None
         return self.graph.call_function(pooling_of(windows, bool(given["ceil_mode"])), (given["input"],))
 
+    def mean_pool(self, given: dict[str, Any]) -> Node | None:
+        windows = tuple(given[name] for name in MEAN_POOL_OPTIONS)
+        return self.graph.call_function(mean_pooling_of(windows), (given["input"],)) if all(map(_is_constant, windows)) else None
+
     def product(
         self, given: dict[str, Any], scale: Any, residual: Any, activation: Any, moved: bool, gradient: bool
     ) -> Node | None:
@@ -326,6 +330,18 @@ def pooling_of(windows: Any, ceil_mode: bool) -> Callable[..., Any]:
         return pooling.max_pool(x, size, stride, padding, dilation, ceil_mode)
 
     return max_pool
+
+
+MEAN_POOL_OPTIONS = "kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override"
+
+
+def mean_pooling_of(windows: tuple[Any, ...]) -> Callable[..., Any]:
+    """(x) -> its means."""
+
+    def mean_pool(x: Any) -> Any:
+        return pooling.mean_pool(x, *windows)
+
+    return mean_pool
 
 
 def product_of(activation: Any, moved: bool) -> Callable[..., Any]:

@@ -2,22 +2,19 @@
 
 The image is copied with its border, in the arithmetic's type, and another engine convolves the copy. An engine that packs images writes the
 border while it does so: then nothing is copied. The gradient by the input is that of the wider image, whose border is then added to the
-pixels that it shows; of a depthwise layer it is that of zeros, to which a short launch adds what the border shows. A result of integers is
-rounded behind the other engine.
+pixels that it shows. A result of integers is rounded behind the other engine.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
 from typing import ClassVar
 
 from pycuda_conv.engines import registry
 from pycuda_conv.engines.base import LAST_RESORT, Config
 from pycuda_conv.engines.compose.delegate import delegate_filter_key, delegate_refusal, delegate_sum_order, moved, parsed
-from pycuda_conv.engines.geometry import shown_once
 from pycuda_conv.engines.layout import border_copy
 from pycuda_conv.engines.schedule import INPUT, RESULT, WORKSPACE, Arena, Buffer, Schedule
 from pycuda_conv.engines.variants import VariantSet
@@ -58,22 +55,8 @@ def adapts(problem: ConvProblem) -> bool:
 
 
 def _padded(problem: ConvProblem) -> ConvProblem:
-    """The problem of the other engine, as it is launched: on the wider image, or on an image with zeros around it."""
-    if _adds_at_rims(problem):
-        return replace(problem, border=None, border_value=0.0, input_dtype="", result_dtype="").launched
+    """The problem of the other engine, on the wider image, as it is launched."""
     return problem.padded.launched
-
-
-MOST_RIMS = 1 / 2  # the part of an image up to which a launch of its own adds what a border shows
-
-
-@lru_cache(maxsize=1024)
-def _adds_at_rims(problem: ConvProblem) -> bool:
-    """Whether a launch adds what the border shows to a gradient that was computed as of zeros: of depthwise layers, at few pixels."""
-    if problem.direction != "dgrad" or problem.border is None or problem.C != problem.groups or not problem.C:
-        return False
-    inside = math.prod(count for _, count in shown_once(problem))
-    return inside >= (1 - MOST_RIMS) * math.prod(problem.input_size)
 
 
 def refusal(problem: ConvProblem, config: Bordered) -> str | None:
@@ -96,7 +79,7 @@ def alike(problem: ConvProblem, config: Config) -> Config:
 
 def _folds(problem: ConvProblem, delegate: Config | None) -> bool:
     """Whether the result of the other engine has to be folded."""
-    if problem.direction != "dgrad" or problem.border is None or _adds_at_rims(problem):
+    if problem.direction != "dgrad" or problem.border is None:
         return False
     return delegate is None or not registry.adds_border(problem, delegate)
 
@@ -125,17 +108,15 @@ def schedule(problem: ConvProblem, config: Bordered, device: Device, with_moment
     first, last = [], []
     if _copies(problem, delegate):
         places[INPUT] = scratch.take(problem.itemsize * math.prod(padded.input_shape))
-        first.append(border_copy.copy(problem, places[INPUT]))
+        first.append(border_copy.copy(problem, places[INPUT], device))
     exact: tuple[int, int] = RESULT, 0
     if problem.result_dtype:
         exact = scratch.take(problem.itemsize * math.prod(problem.result_shape))
     if _folds(problem, delegate):
         places[RESULT] = scratch.take(problem.itemsize * math.prod(padded.result_shape))
-        last += border_copy.fold(problem, places[RESULT], exact)
+        last += border_copy.fold(problem, places[RESULT], exact, device)
     elif problem.result_dtype:
         places[RESULT] = exact
-    if _adds_at_rims(problem):
-        last.append(border_copy.add_gradient(problem, places.get(INPUT, INPUT), exact))
     if problem.result_dtype:
         last.append(border_copy.round_to(problem, exact))
     places[WORKSPACE] = scratch.take(made.workspace_bytes)
@@ -165,7 +146,7 @@ def sum_order(problem: ConvProblem, config: Bordered) -> Hashable:
 
 def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each type."""
-    yield from border_copy.variants()
+    yield from border_copy.variants(device)
 
 
 # ---- the choice
@@ -188,10 +169,6 @@ def _overhead_us(problem: ConvProblem, delegate: Config | None, device: Device) 
         us += BEGIN
     if folds:
         moved_bytes += problem.itemsize * (math.prod(problem.result_shape) + math.prod(wide))
-        us += BEGIN
-    if _adds_at_rims(problem):
-        rims = math.prod(problem.input_size) - math.prod(count for _, count in shown_once(problem))
-        moved_bytes += 4 * problem.itemsize * math.prod(problem.result_shape) * rims // max(math.prod(problem.input_size), 1)
         us += BEGIN
     if problem.result_dtype:
         moved_bytes += (problem.itemsize + problem.result_itemsize) * math.prod(problem.result_shape)

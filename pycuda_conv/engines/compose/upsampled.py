@@ -91,7 +91,7 @@ def schedule(problem: ConvProblem, config: Upsampled, device: Device, with_momen
     elif _frames(problem):
         framed = problem.framed
         places[INPUT] = scratch.take(problem.itemsize * math.prod(framed.padded.input_shape))
-        first = [[border_copy.copy(framed, places[INPUT])]] if math.prod(problem.input_shape) else []
+        first = [[border_copy.copy(framed, places[INPUT], device)]] if math.prod(problem.input_shape) else []
     places[WORKSPACE] = scratch.take(made.workspace_bytes)
     if not problem.folded:
         steps, whole = first + moved(made.steps, places), first + moved(made.whole, places)

@@ -194,6 +194,14 @@ def adds_border(source: ConvProblem, problem: ConvProblem, config: Config) -> bo
     return plain and source.border is not None and near_sides(source) is not None
 
 
+BORDERED_TAP = 0.6e-6  # microseconds that a product of ``direct/wgrad.cu`` takes longer where a pixel's place has to be found
+
+
+def border_time(source: ConvProblem, config: Config) -> float:
+    """Microseconds that reading a border takes beside the time of the wider image's."""
+    return BORDERED_TAP * source.macs
+
+
 def schedule(problem: ConvProblem, config: Config, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config` for `problem`."""
     return _launches_of(problem, config, device, with_moments)

@@ -38,7 +38,7 @@ from pycuda_conv.engines.hopper.gemm_tiles import (
 )
 from pycuda_conv.engines.packing_time import overhead
 from pycuda_conv.engines.split_sum import splits
-from pycuda_conv.engines.tensor_cores import limbs, products
+from pycuda_conv.engines.tensor_cores import gemm_products, limbs, products
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device
 
@@ -265,10 +265,10 @@ def _stage_time(problem: ConvProblem, config: ImplicitGemm, in_place: bool, load
     """Microseconds of a stage, of which so many bytes are `loaded`: its products, its loads, its bytes."""
     packed, _ = form(problem)
     rates = RATES[problem.itemsize]
-    cycles = 4 * products(problem) * config.BLOCK_N * config.BLOCK_M / 128 * (IN_PLACE_PRODUCT if in_place else 1)
+    cycles = 4 * gemm_products(problem) * config.BLOCK_N * config.BLOCK_M / 128 * (IN_PLACE_PRODUCT if in_place else 1)
     clock, of_filter = (IN_PLACE.clock, IN_PLACE.filter_cycles) if in_place else (rates.clock, 0.0)
     of_pixel = _pixel_cycles(problem, packed) if in_place else rates.row_cycles * SHORT_ROW[packed.load]
-    loads = (of_pixel * limbs(problem) * config.BLOCK_N + of_filter * config.BLOCK_M) * (64 // packed.load)
+    loads = (of_pixel * (gemm_products(problem) + 1) // 2 * config.BLOCK_N + of_filter * config.BLOCK_M) * (64 // packed.load)
     return max(cycles / clock, loads / clock, loaded / rates.loaded)
 
 

@@ -138,6 +138,10 @@ class Targets:
         """Max pooling, or None where it stays torch's."""
         return None
 
+    def mean_pool(self, given: dict[str, Any]) -> Node | None:
+        """Mean pooling, or None where it stays torch's."""
+        return None
+
     def product(
         self, given: dict[str, Any], scale: Any, residual: Any, activation: Any, moved: bool, gradient: bool
     ) -> Node | None:
