@@ -316,7 +316,7 @@ def folding_of(how: Any, last: bool, gradient: bool) -> Callable[..., Any]:
     """(weight) -> the folded filter of a convolution behind an upsampling."""
 
     def folded(weight: Any) -> Any:
-        return upsampling.folded(weight, how) if gradient else upsampling.fold_filter(weight, how, last)
+        return upsampling.folded_recorded(weight, how, last) if gradient else upsampling.fold_filter(weight, how, last)
 
     return folded
 
