@@ -51,7 +51,7 @@ CASES = Cases(
         (Filter((2, 24, 4, 4), (24, 12, 1, 1), groups=2).problem(), GroupedWgrad(), "by 16 bytes"),
         (Filter((2, 20, 4, 4), (40, 4, 1, 1), groups=5).problem(), GroupedWgrad(), "by 16 bytes"),
         (Filter((2, 400, 4, 4), (16, 200, 1, 1), groups=2).problem(), GroupedWgrad(), "at most 128 channels"),
-        (BASE.problem(), GroupedWgrad(3), "a block has"), (SHAPES[7].problem(), GroupedWgrad(4), "8 steps together"),
+        (BASE.problem(), GroupedWgrad(3), "UNITS must be one of"), (SHAPES[7].problem(), GroupedWgrad(4), "8 steps together"),
         (BASE.problem(), GroupedWgrad(4, 8, 16, 64), "bytes of shared memory"), (BASE.problem(), GroupedWgrad(1, 2, 9, 11, 2), "each part"),
     ],
     chosen=[
