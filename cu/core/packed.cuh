@@ -81,6 +81,28 @@ template <int count, int i = 0, class F> DEVICE void for_all(const F& f) {
   }
 }
 
+// ---- f of each element of an array in registers, or of two such arrays, of any rank
+
+template <class T, int count, class F> DEVICE void each(T (&v)[count], const F& f) {
+#pragma unroll
+  for (int i = 0; i < count; ++i) f(v[i]);
+}
+template <class T, int count, int length, class F> DEVICE void each(T (&v)[count][length], const F& f) {
+#pragma unroll
+  for (int i = 0; i < count; ++i) each(v[i], f);
+}
+template <class T, class U, int count, class F> DEVICE void each(T (&v)[count], U (&w)[count], const F& f) {
+#pragma unroll
+  for (int i = 0; i < count; ++i) f(v[i], w[i]);
+}
+template <class T, class U, int count, int length, class F> DEVICE void each(T (&v)[count][length], U (&w)[count][length], const F& f) {
+#pragma unroll
+  for (int i = 0; i < count; ++i) each(v[i], w[i], f);
+}
+template <class Numbers> DEVICE void clear(Numbers& v) {
+  each(v, [](auto& one) { one = 0; });
+}
+
 // ---- moments of y
 
 // The deviations of some numbers from a first one, and their squares, summed: so a large mean costs no digits.

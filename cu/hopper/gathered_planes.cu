@@ -32,7 +32,6 @@
 #include "hopper/cluster.cuh"
 #include "core/finish.cuh"
 #include "hopper/skeleton.cuh"
-#include "core/truncation.cuh"
 
 typedef element<TYPE> data_t;
 
@@ -192,17 +191,12 @@ DEVICE void produce([[maybe_unused]] const CUtensorMap* map_w, [[maybe_unused]] 
 DEVICE void consume(const Ring& ring, float* sums, int steps) {
   const int consumer = threadIdx.x / 128;
   float sums_of[1][BLOCK_N / 2], (&sum)[BLOCK_N / 2] = sums_of[0];
-#pragma unroll
-  for (int i = 0; i < BLOCK_N / 2; ++i) sum[i] = 0;
+  clear(sum);
   Ring::Position at;
   multiply_stages<1>(ring, at, 0, steps, sums_of, [&](uint32_t stage, bool) {
     multiply_stage<TYPE, StageOperand<W_TRANSPOSED && !GATHERS_W>, StageOperand<false>>(sums_of, stage + consumer * 64 * 128, 0, stage + W_BYTES, false);
   });
-#if TYPE == 32  // the rounding to 16 bits hides it
-  const float part = lost_in(STEPS * steps);
-#pragma unroll
-  for (int i = 0; i < BLOCK_N / 2; ++i) sum[i] = with_lost(sum[i], part);
-#endif
+  end_sums<TYPE == 32>(sum, true, lost_in(STEPS * steps));
   named_barrier(1, CONSUMER_THREADS);  // all stages have been read
   stage_accumulators<PITCH>(sum, sums);
 }

@@ -17,7 +17,6 @@
 #include "core/finish.cuh"
 #include "core/repeats.cuh"
 #include "hopper/skeleton.cuh"
-#include "core/truncation.cuh"
 
 typedef element<TYPE> data_t;
 
@@ -154,12 +153,7 @@ DEVICE void consume(const Ready& ready, const Shapes& shapes, const Ring& ring, 
     wgmma_arrived(sum);
     const bool any = range.count() > 0;
     if (any) ring.give_back(at, 1);
-    const float part = lost_in(steps_of(shape, range));
-#pragma unroll
-    for (int i = 0; i < BLOCK_N / 2; ++i) {
-      sum[i] = any ? sum[i] : 0;
-      if (TYPE == 32) sum[i] = with_lost(sum[i], part);  // the rounding to 16 bits hides it
-    }
+    end_sums<TYPE == 32>(sum, any, lost_in(steps_of(shape, range)));
 #if CLUSTER > 1
     named_barrier(1, CONSUMER_THREADS);  // the ring has been read
     stage_accumulators<SUMS_PITCH>(sum, sums);

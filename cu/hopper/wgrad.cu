@@ -47,7 +47,6 @@
 #endif
 #include "mma/fragments.cuh"
 #include "hopper/skeleton.cuh"
-#include "core/truncation.cuh"
 
 typedef element<TYPE> data_t;
 
@@ -160,31 +159,25 @@ DEVICE void produce(const CUtensorMap* map_dy, const CUtensorMap* map_x, const W
 #elif TYPE == 32
 #include "hopper/wgrad_fragments.cuh"
 #else
-struct Sums {
-  float of[PRODUCTS][WGMMA_N / 2];
-};
+typedef float Sums[PRODUCTS][WGMMA_N / 2];
 
 // Multiplies all stages.
 DEVICE void multiply_stages(Sums& sums, const StageRange& range, const Ring& ring) {
   const int consumer = threadIdx.x / 128, down = consumer % DOWN, across = consumer / DOWN;
   Ring::Position at;
-  auto& sum = sums.of;
-  multiply_stages<BEHIND>(ring, at, range.first, range.last, sum, [&](uint32_t stage, bool fresh) {
+  multiply_stages<BEHIND>(ring, at, range.first, range.last, sums, [&](uint32_t stage, bool fresh) {
     typedef StageOperand<!PLANES> Operand;
     const uint32_t x = stage + (DY_BLOCKS + across * (WGMMA_N / 64)) * BLOCK_BYTES;
-    multiply_stage<TYPE, Operand, Operand>(sum, stage + down * PRODUCTS * BLOCK_BYTES, BLOCK_BYTES, x, fresh);
+    multiply_stage<TYPE, Operand, Operand>(sums, stage + down * PRODUCTS * BLOCK_BYTES, BLOCK_BYTES, x, fresh);
   });
   const float lost = lost_in(STEPS * range.count());  // long sums lose more than rounding to 16 bits hides
-#pragma unroll
-  for (int i = 0; i < PRODUCTS; ++i)
-#pragma unroll
-    for (int j = 0; j < WGMMA_N / 2; ++j) sum[i][j] = range.count() > 0 ? with_lost(sum[i][j], lost) : 0;
+  each(sums, [&](float& sum) { sum = range.count() > 0 ? with_lost(sum, lost) : 0; });
 }
 
 DEVICE void leave(const Sums& sums, float* to) {
   const int consumer = threadIdx.x / 128, down = consumer % DOWN, across = consumer / DOWN;
 #pragma unroll
-  for (int i = 0; i < PRODUCTS; ++i) stage_accumulators<PITCH>(sums.of[i], to + (down * PRODUCTS + i - consumer) * 64 * PITCH + across * WGMMA_N);
+  for (int i = 0; i < PRODUCTS; ++i) stage_accumulators<PITCH>(sums[i], to + (down * PRODUCTS + i - consumer) * 64 * PITCH + across * WGMMA_N);
 }
 #endif
 

@@ -45,8 +45,7 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, cons
     if (both) at.next();
     wgmma_wait<1>();
     wgmma_arrived(main);
-#pragma unroll
-    for (int i = 0; i < WGMMA_N / 2; ++i) total[i] += main[i];
+    each(total, main, [](float& sum, float more) { sum += more; });
     wgmma_wait<0>();
     wgmma_arrived(cross);
     rings.give_back(at, 1);
@@ -58,8 +57,8 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, cons
     const StageRange range = range_of(shape, of);
     const int stages = range.count();
     if (MAY_ADD && !OVERLAP) {  // both are overwritten, but the compiler would keep their registers while the tile before is stored
-#pragma unroll
-      for (int i = 0; i < WGMMA_N / 2; ++i) main[i] = cross[i] = 0;
+      clear(main);
+      clear(cross);
     }
     if (stages > 0) multiply_early(false);
     if (stages > 1) multiply_early(true);
