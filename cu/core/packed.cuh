@@ -69,6 +69,18 @@ DEVICE void store_word(void* to, uint4 v) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
+// Numbers that lie side by side, and are read at once.
+template <class T, int count> struct alignas((count * sizeof(T) < 16 ? count * sizeof(T) : 16)) Neighbours {
+  T v[count];
+};
+// Rounds and stores some at once.
+template <class T, int count> DEVICE void store_rounded(T* to, const float (&v)[count]) {
+  Neighbours<T, count> out;
+#pragma unroll
+  for (int i = 0; i < count; ++i) out.v[i] = from_float<T>(v[i]);
+  store_word(to, *(const word<Neighbours<T, count>>*)&out);
+}
+
 // ---- f(Constant<0>), ... f(Constant<count - 1>): calls with compile-time numbers, so that they can index arrays in registers
 
 template <int n> struct Constant {

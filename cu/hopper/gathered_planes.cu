@@ -219,13 +219,7 @@ template <int wide> DEVICE void store(const GatheredPlanesProduct& arg, const fl
     for (int e = 0; e < wide; ++e)
       v[e] = finish.whole(arg, sums[row * PITCH + column + e], 1, has_residual(arg) ? to_float(residual[at + e]) : -0.f);
     activate(arg, v);
-    if constexpr (wide == 2 && sizeof(data_t) == 2) {
-      *(uint32_t*)(y + at) = word_of<data_t>(v[0], v[1]);
-    } else if constexpr (wide == 2) {
-      *(float2*)(y + at) = make_float2(v[0], v[1]);
-    } else {
-      y[at] = from_float<data_t>(v[0]);
-    }
+    store_rounded(y + at, v);
   }
 }
 

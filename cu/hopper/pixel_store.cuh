@@ -21,9 +21,7 @@ struct Vec4 {
     for (int e = 0; e < 4; ++e) finish[e].of = ScaleAndBias(shape, scales, biases, min(first + e, (int)shape.rows - 1));
   }
   DEVICE void store(const Phase& shape, int place, const float (&sum)[4], const data_t* residual, data_t* y) const {
-    struct alignas(4 * sizeof(data_t)) Vector {
-      data_t v[4];
-    };
+    typedef Neighbours<data_t, 4> Vector;
     const bool there = place >= 0 && count > 0, wide = (int)shape.store_mode % 2 == 1;  // VEC_4 or BYTES_16; no branch, so that several stores are issued at once
     const long long at = place * shape.rows + first;
     const bool added_to = MAY_ADD && has_residual(shape);
@@ -47,15 +45,11 @@ struct Vec4 {
 
 // Stores a warp's staging tile to a run of y, from pixel `pixel` on: a lane takes two neighbours at a time, whichever pixels they belong to.
 DEVICE void store_run(const float* staging, const Phase& shape, int pixel, const data_t* scales, const data_t* biases, const data_t* residual, data_t* y) {
-  struct alignas(2 * sizeof(data_t)) Pair {
-    data_t v[2];
-  };
   const int count = min(16, (int)shape.pixels - pixel) * (int)shape.rows;
   const long long first = (long long)pixel * shape.rows;  // 16 pixels begin at a multiple of 32 bytes
   const bool added_to = MAY_ADD && has_residual(shape);
   for (int i = threadIdx.x % 32 * 2; i < count; i += 64) {
     float v[2];
-    Pair out;
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const Divided of_pixel(min(i + e, count - 1), shape.rows, shape.by_rows);
@@ -65,10 +59,8 @@ DEVICE void store_run(const float* staging, const Phase& shape, int pixel, const
       v[e] = finish.whole(shape, staging[of_pixel.quotient * PITCH + of_pixel.rest], 1, added);
     }
     activate(shape, v);
-#pragma unroll
-    for (int e = 0; e < 2; ++e) out.v[e] = from_float<data_t>(v[e]);
-    if (i + 1 < count) store_word(y + first + i, *(const word<Pair>*)&out);
-    else y[first + i] = out.v[0];
+    if (i + 1 < count) store_rounded(y + first + i, v);
+    else y[first + i] = from_float<data_t>(v[0]);
   }
 }
 
