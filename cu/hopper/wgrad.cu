@@ -187,28 +187,6 @@ DEVICE void leave(const Sums& sums, float* to) {
 #define IF_FLIPPED(...)
 #endif
 
-DEVICE void consume(const WgradNhwcArguments& arg, const Tile& of, const StageRange& range, const Ring& ring, float* sums,
-                    void* to IF_FLIPPED(, const data_t* x, const data_t* dy, const FlippedArguments& flip)) {
-  Sums summed;
-  multiply_stages(summed, range, ring);
-  named_barrier(1, CONSUMER_THREADS);  // the ring has been read
-  leave(summed, sums);
-  named_barrier(1, CONSUMER_THREADS);  // all sums are there
-#if FLIPPED
-  if (arg.splits > 1)
-    store_flipped(sums, arg, flip, of, range, x, dy, (float*)to + of.split * arg.size);
-  else
-    store_flipped(sums, arg, flip, of, range, x, dy, (data_t*)to);
-#else
-  if (arg.splits > 1)
-    store_rows(sums, arg, of, (float*)to + of.split * arg.size);
-  else if (arg.taps_fastest)
-    store_taps(sums, arg, of, (data_t*)to);
-  else
-    store_rows(sums, arg, of, (data_t*)to);
-#endif
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, SHARES ? 2 : 1)
     hopper_wgrad(const __grid_constant__ CUtensorMap map_dy, const __grid_constant__ CUtensorMap map_x, void* __restrict__ to,
                     IF_FLIPPED(const data_t* __restrict__ x, const data_t* __restrict__ dy,)
@@ -225,7 +203,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, SHARES ? 2 : 1)
   const StageRange range(of.split, (int)arg.part, (int)arg.stages);
   if (threadIdx.x < CONSUMER_THREADS) {
     if constexpr (PRODUCTS == 2) registers_up<TALL ? 208 : 224>();
-    consume(arg, of, range, ring, sums, to IF_FLIPPED(, x, dy, flip));
+    Sums summed;
+    multiply_stages(summed, range, ring);
+    named_barrier(1, CONSUMER_THREADS);  // the ring has been read
+    leave(summed, sums);
+    named_barrier(1, CONSUMER_THREADS);  // all sums are there
+#if FLIPPED
+    auto store = [&](auto* to) { store_flipped(sums, arg, flip, of, range, x, dy, to); };
+#else
+    auto store = [&](auto* to) { store_rows(sums, arg, of, to); };
+#endif
+    if (arg.splits > 1) store((float*)to + of.split * arg.size);
+    else if (!FLIPPED && arg.taps_fastest) store_taps(sums, arg, of, (data_t*)to);
+    else store((data_t*)to);
   } else {
     if constexpr (PRODUCTS == 2) registers_down<TALL ? 40 : 56>();
     if (threadIdx.x == CONSUMER_THREADS) produce(&map_dy, &map_x, arg, of, range, ring);
