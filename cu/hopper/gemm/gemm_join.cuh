@@ -1,7 +1,4 @@
-// gemm_join.cuh: the blocks of a product add the parts of split sums themselves.
-//
-// After its last tile a block takes a ticket for each of its tiles. The block that gets a tile's last ticket adds the tile's parts in their
-// order, finishes and recomputes them. pack.cu sets tickets to zero first; they count to splits and wrap to zero.
+// gemm_join.cuh: the blocks of a product add the parts of split sums themselves, by tickets: see "Split" in hopper/gemm.cu.
 #pragma once
 
 // Adds and finishes the parts of a tile. A thread takes VEC neighbours at a time, and RUNS such vectors at once: their loads wait for memory

@@ -1,6 +1,4 @@
-// gemm_pingpong.cuh: the consumers take whole tiles in turn, so that one multiplies while the other stores. One product, BLOCK_M = 128.
-//
-// turn[consumer] completes when the other consumer has taken all stages of its tile. Until then the parity of later stages is ambiguous.
+// gemm_pingpong.cuh: the consumers take whole tiles in turn, so that one multiplies while the other stores.
 #pragma once
 
 static_assert(PRODUCTS == 1 && BLOCK_M == 128 && !INTERLEAVE_COLUMNS, "a consumer has all sums of a tile");
