@@ -70,15 +70,15 @@ DEVICE void store_word(void* to, uint4 v) {
 }
 
 // Numbers that lie side by side, and are read at once.
-template <class T, int count> struct alignas((count * sizeof(T) < 16 ? count * sizeof(T) : 16)) Neighbours {
+template <class T, int count> struct alignas((count * sizeof(T) < 16 ? count * sizeof(T) : 16)) Vec {
   T v[count];
 };
 // Rounds and stores some at once.
 template <class T, int count> DEVICE void store_rounded(T* to, const float (&v)[count]) {
-  Neighbours<T, count> out;
+  Vec<T, count> out;
 #pragma unroll
   for (int i = 0; i < count; ++i) out.v[i] = from_float<T>(v[i]);
-  store_word(to, *(const word<Neighbours<T, count>>*)&out);
+  store_word(to, *(const word<Vec<T, count>>*)&out);
 }
 
 // ---- f(Constant<0>), ... f(Constant<count - 1>): calls with compile-time numbers, so that they can index arrays in registers

@@ -29,7 +29,7 @@
 #endif
 #define WGMMA_N BLOCK_N
 #define GATHERS_W (W_TRANSPOSED && TYPE == 32)
-#include "hopper/cluster.cuh"
+#include "core/cluster.cuh"
 #include "core/finish.cuh"
 #include "hopper/skeleton.cuh"
 
@@ -77,7 +77,7 @@ template <class T> DEVICE uint4 packed(const T (&v)[EACH], int which) {
 
 // What a thread has loaded of a stage and not stored yet: some 16-byte pieces of gemm k of one row, or of `wide` neighbouring rows, of `lines` rows.
 template <int lines, int wide> struct Gather {
-  typedef word<Neighbours<number_t, wide>> loaded_t;
+  typedef word<Vec<number_t, wide>> loaded_t;
   static constexpr int ACROSS = lines / wide, APART = 128 / ACROSS, TASKS = 8 / APART;
   loaded_t v[TASKS][EACH];
   static DEVICE int row() { return threadIdx.x % ACROSS * wide; }     // the first row

@@ -21,7 +21,7 @@ struct Vec4 {
     for (int e = 0; e < 4; ++e) finish[e].of = ScaleAndBias(shape, scales, biases, min(first + e, (int)shape.rows - 1));
   }
   DEVICE void store(const Phase& shape, int place, const float (&sum)[4], const data_t* residual, data_t* y) const {
-    typedef Neighbours<data_t, 4> Vector;
+    typedef Vec<data_t, 4> Vector;
     const bool there = place >= 0 && count > 0, wide = (int)shape.store_mode % 2 == 1;  // VEC_4 or BYTES_16; no branch, so that several stores are issued at once
     const long long at = place * shape.rows + first;
     const bool added_to = MAY_ADD && has_residual(shape);

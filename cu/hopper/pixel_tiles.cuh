@@ -13,7 +13,7 @@
 #define SEGMENTS 1  // 2: behind a sum's stages come those of another array, whose arguments are Shapes::behind
 #endif
 #define WGMMA_N BLOCK_N
-#include "hopper/cluster.cuh"
+#include "core/cluster.cuh"
 #include "core/finish.cuh"
 #include "core/repeats.cuh"
 #include "hopper/skeleton.cuh"

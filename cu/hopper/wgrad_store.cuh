@@ -26,7 +26,7 @@ DEVICE void store_rows(const float* sums, const WgradNhwcArguments& arg, const T
     T* const at = to + (of.pack * arg.rows + of.row) * pitch + column.tap * arg.own_columns + own.channel;
 #pragma unroll 4
     for (int down = threadIdx.x / LANES; down < rows; down += WARPS * ROWS) {
-      const auto sum = *(const Neighbours<float, EACH>*)(sums + down * PITCH + CHANNELS * i + EACH * lane);
+      const auto sum = *(const Vec<float, EACH>*)(sums + down * PITCH + CHANNELS * i + EACH * lane);
       if (down >= own.first && down < own.end) store_rounded(at + down * pitch, sum.v);
     }
   }

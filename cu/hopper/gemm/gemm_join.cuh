@@ -6,7 +6,7 @@
 DEVICE void add_parts(const GemmPhase& shape, const JoinArguments& join, const Tile& of, const float* parts, const out_t* bias, const out_t* scale,
                       const float* residual, float* y) {
   constexpr int ACROSS = (NHWC ? BLOCK_M : BLOCK_N) / VEC, ALL = BLOCK_M * BLOCK_N / VEC, APART = 128 * CONSUMERS, RUNS = VEC == 4 ? 4 : 8;
-  typedef Neighbours<float, VEC> Vector;
+  typedef Vec<float, VEC> Vector;
   for (int first = threadIdx.x - 128; first < ALL; first += RUNS * APART) {
     long long at[RUNS];  // offsets in y; -1 where there is nothing
     int k[RUNS];

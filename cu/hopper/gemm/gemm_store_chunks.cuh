@@ -40,7 +40,7 @@ template <int base, class Phase> DEVICE void store_chunk(const float (&sum)[WGMM
   const int across = lane % ACROSS * VEC, down = lane / ACROSS, pixel0 = rows.pixel + base;
   const int m0 = rows.m + threadIdx.x % 128 / 32 * 16, k0 = rows.group * (int)shape.rows_group + m0;  // this warp's channels
   y += rows.split * shape.out_part;
-  typedef Neighbours<out_t, VEC> Vector;
+  typedef Vec<out_t, VEC> Vector;
 #if NHWC
   const int last = m0 + across < (int)shape.rows_group ? min(width, rows.end - pixel0) : 0;
   const int first = k0 + across;
