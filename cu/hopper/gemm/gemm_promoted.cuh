@@ -1,5 +1,13 @@
+<<<<<<< HEAD
 // gemm_promoted.cuh: three products, hi.hi, hi.lo and lo.hi, of tiles that the two consumers share. While a finished tile waits in `total` and is stored,
 // only a part of the next tile's second stage is multiplied: a main sum over two stages would lose more to truncation.
+=======
+// gemm_promoted.cuh: three products, hi.hi, hi.lo and lo.hi, of tiles that the two consumers share; or two, where x has one limb.
+//
+// The tensor core's own sum truncates, so the kernel adds it to fp32 registers (total) every 64 of k: promotion. In NCHW a
+// finished tile waits in `total` until the next tile's first stages are under way, and is stored beside them. Nothing can be promoted meanwhile,
+// so of the second stage only a part is multiplied then: a main sum over two stages would lose more to truncation.
+>>>>>>> main
 #pragma once
 
 constexpr bool OVERLAP = !TENSOR_STORE;
@@ -22,8 +30,8 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, cons
     wgmma_fence();
     const uint32_t stage = rings.stage(at);
     if (!second) multiply_limbs(main, stage, 0, 0, true);
-    multiply_limbs(cross, stage, 0, 1, !second);
-    if (!second) multiply_limbs(cross, stage, 1, 0, false);
+    if (X_LIMBS == 2) multiply_limbs(cross, stage, 0, 1, !second);
+    if (!second) multiply_limbs(cross, stage, 1, 0, X_LIMBS == 1);
     wgmma_commit();
     at.next();
     if (second) {  // the first stage may be loaded again while the tile before is stored
@@ -36,7 +44,7 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, cons
     wgmma_fence();
     multiply_limbs(main, stage, 0, 0, true);
     wgmma_commit();
-    if (both) multiply_limbs(cross, stage, 0, 1, false);
+    if (X_LIMBS == 2 && both) multiply_limbs(cross, stage, 0, 1, false);
     multiply_limbs(cross, stage, 1, 0, false);
     wgmma_commit();
     if (both) at.next();
