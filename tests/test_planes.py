@@ -50,7 +50,7 @@ def test_what_finishes_a_sum():
 @pytest.mark.parametrize(
     ("text", "instead"),
     [
-        ("ring.wait_full(at);", ""), ("wgmma_wait<0>();\n#pragma", "#pragma"), ("fence_for_bulk();", ""),
+        ("ring.wait_full(at);", ""), ("wgmma_wait<0>();\n  wgmma_arrived", "wgmma_arrived"), ("fence_for_bulk();", ""),
         ("named_barrier(1 + consumer, 128);  // all of them", "//"), ("(of.x_blocks + of.w_blocks) * BLOCK", "(X_BLOCKS + W_BLOCKS) * BLOCK"),
     ],
 )  # fmt: skip

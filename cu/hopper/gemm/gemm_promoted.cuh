@@ -1,13 +1,5 @@
-<<<<<<< HEAD
-// gemm_promoted.cuh: three products, hi.hi, hi.lo and lo.hi, of tiles that the two consumers share. While a finished tile waits in `total` and is stored,
-// only a part of the next tile's second stage is multiplied: a main sum over two stages would lose more to truncation.
-=======
-// gemm_promoted.cuh: three products, hi.hi, hi.lo and lo.hi, of tiles that the two consumers share; or two, where x has one limb.
-//
-// The tensor core's own sum truncates, so the kernel adds it to fp32 registers (total) every 64 of k: promotion. In NCHW a
-// finished tile waits in `total` until the next tile's first stages are under way, and is stored beside them. Nothing can be promoted meanwhile,
-// so of the second stage only a part is multiplied then: a main sum over two stages would lose more to truncation.
->>>>>>> main
+// gemm_promoted.cuh: three products, hi.hi, hi.lo and lo.hi, of tiles that the two consumers share; or two, where x has one limb. While a finished tile
+// waits in `total` and is stored, only a part of the next tile's second stage is multiplied: a main sum over two stages would lose more to truncation.
 #pragma once
 
 constexpr bool OVERLAP = !TENSOR_STORE;
