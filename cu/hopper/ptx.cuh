@@ -103,10 +103,10 @@ template <int groups> DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait
 template <int pending, class Fill, class Store> DEVICE void store_through_room(int consumer, const Fill& fill, const Store& store) {
   const bool stores = threadIdx.x % 128 == 0;
   if (stores) bulk_wait_read<pending>();
-  named_barrier(1 + consumer, 128);
+  named_barrier(1 + consumer, 128);  // what the room held has been read
   fill();
   fence_for_bulk();
-  named_barrier(1 + consumer, 128);
+  named_barrier(1 + consumer, 128);  // all of them are there
   if (!stores) return;
   store();
   bulk_commit();
