@@ -177,7 +177,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCK_M == 64
     for (int phase = 0; phase < PHASES; ++phase) prefetch_map((whole ? first.of : first.last) + phase);
   });
   if (threadIdx.x < CONSUMER_THREADS) {
-    consume([](int) {}, shapes, ring, sums, staging, scale, bias, residual, y, wanted_moments);
+    consume([](int) {}, shapes, ring, sums, staging, {scale, bias, residual, y, wanted_moments});
   } else {
     if (threadIdx.x == CONSUMER_THREADS) produce(sources, shapes, ring, raw);
     if constexpr (TURNED) {
