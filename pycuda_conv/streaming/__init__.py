@@ -159,7 +159,7 @@ def convolve(call: Call, operands: Operands, state: Any, out: Any, device: Any, 
 
 
 class _Made(NamedTuple):
-    """A piece that was convolved before: its plan and axis, whether the state is joined, how many inputs are read, where the rest begins."""
+    """A piece that was convolved before: plan and axis, whether the state is joined, how many inputs are read, where the rest begins."""
 
     plan: Plan
     axis: int
