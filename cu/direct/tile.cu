@@ -114,7 +114,8 @@ typedef data_t out_t;
 #define LOADS(i, first, count, axis) ((unsigned)(SHOWN_AT(i, axis) - (first)) < (unsigned)(count))
 #define HOLDS(first, before, count, all, axis)                                                                                                             \
   ((!(before) || (LOADS(first, (first) + (before), count, axis) && LOADS((first) + (before) - 1, (first) + (before), count, axis))) &&                      \
-   ((before) + (count) >= (all) || (LOADS((first) + (before) + (count), (first) + (before), count, axis) && LOADS((first) + (all) - 1, (first) + (before), count, axis))))
+   ((before) + (count) >= (all) ||                                                                                                                         \
+    (LOADS((first) + (before) + (count), (first) + (before), count, axis) && LOADS((first) + (all) - 1, (first) + (before), count, axis))))
 #define EDGES 2  // places outside of x that a thread loads first
 #define AT_MOST(a, b) ((a) < (b) ? (a) : (b))
 #define AT_LEAST_0(a) ((a) > 0 ? (a) : 0)

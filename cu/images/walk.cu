@@ -21,7 +21,8 @@ typedef struct Row {
   in_t shown[4];     // the same of a lane whose columns are not all inside of the image, found one by one
 } Row;
 
-template <int REACH> WITHIN_KERNEL void walk(const in_t* RESTRICT x, const acc_t* RESTRICT filters, const acc_t* previous, out_t* RESTRICT y, const WindowArguments& arg, const Tile& at) {
+template <int REACH> WITHIN_KERNEL void walk(const in_t* RESTRICT x, const acc_t* RESTRICT filters, const acc_t* previous, out_t* RESTRICT y,
+                                             const WindowArguments& arg, const Tile& at) {
   const int PLACES = 2 * REACH + 1;
   const int lane = LID_0 & 31, q = at.q + 4 * lane, h = (int)arg.h, w = (int)arg.w, joins = (int)(arg.square | arg.add | arg.root);
   const bool own = q < w;
@@ -45,7 +46,8 @@ template <int REACH> WITHIN_KERNEL void walk(const in_t* RESTRICT x, const acc_t
   }
   const int top = at.p - (int)arg.pad_h, end = (int)arg.p - at.p < (int)arg.tile_p ? (int)arg.p - at.p : (int)arg.tile_p, total = end + 2 * REACH;
   const int most = top + end + (int)arg.r - 2;  // the last row that a tap meets
-  const bool strange_rows = arg.outside_h && (top < 0 || most >= h), aligned = is_aligned(x, 4 * (int)sizeof(in_t)) && arg.y_fours && is_aligned(y, 4 * (int)sizeof(out_t));
+  const bool strange_rows = arg.outside_h && (top < 0 || most >= h);
+  const bool aligned = is_aligned(x, 4 * (int)sizeof(in_t)) && arg.y_fours && is_aligned(y, 4 * (int)sizeof(out_t));
   auto fetch = [&](Row& to, int i) {
     const int wanted = top + i < most ? top + i : most, row = (unsigned)wanted < (unsigned)h ? wanted : MAPPED(wanted, h, h);
     const in_t* const line = image + row * (index_t)arg.x_h;
