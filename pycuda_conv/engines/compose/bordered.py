@@ -14,17 +14,14 @@ from typing import ClassVar
 
 from pycuda_conv.engines import registry
 from pycuda_conv.engines.base import LAST_RESORT, Config
-from pycuda_conv.engines.compose.delegate import delegate_filter_key, delegate_refusal, delegate_sum_order, moved, parsed
+from pycuda_conv.engines.compose.delegate import delegate_order, delegate_refusal, delegated, moved, parsed, worth_comparing
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.layout import border_copy
 from pycuda_conv.engines.schedule import INPUT, RESULT, WORKSPACE, Arena, Buffer, Schedule
 from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
-__all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "Bordered", "adapts", "choose", "configs", "filter_key",
-    "refusal", "schedule", "sum_order", "time", "unsupported", "variants",
-]  # fmt: skip
 
 @dataclass(frozen=True)
 class Bordered(Config):
@@ -39,11 +36,6 @@ CONFIGS = (Bordered,)
 LAYOUTS = "NCHW", "NHWC", "CNHW", "CHWN"
 TENSOR_CORES = True
 MOST_VARIANTS = border_copy.MOST_VARIANTS
-
-
-def unsupported(device: Device) -> str | None:
-    """None: the kernels run on every device."""
-    return None
 
 
 # ---- what runs
@@ -129,19 +121,13 @@ def schedule(problem: ConvProblem, config: Bordered, device: Device, with_moment
     return Schedule(moved(made.prepare, places), steps, whole, scratch.used, made.filter_bytes, redoes, filter_last=last_form)
 
 
-def filter_key(problem: ConvProblem, config: Bordered) -> Hashable:
-    """That of the delegate's engine."""
-    return delegate_filter_key(_padded(problem), config.DELEGATE)
-
-
 def sum_order(problem: ConvProblem, config: Bordered) -> Hashable:
     """That of the delegate's engine, for its configurations."""
     delegate = parsed(config.DELEGATE)
     if delegate is None:
         return config
-    reads = registry.adds_border(problem, delegate)  # a kernel may cut a row elsewhere then
-    order = delegate_sum_order(_padded(problem), config.DELEGATE)
-    return (order, reads) if order else config
+    # a kernel that reads the border may cut a row elsewhere
+    return delegate_order(_padded(problem), config), registry.adds_border(problem, delegate)
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
@@ -151,7 +137,7 @@ def variants(device: Device) -> Iterator[VariantSet]:
 
 # ---- the choice
 
-BEGIN, MEMORY = 2.0, 2.6e6  # microseconds of a launch, and bytes that 132 multiprocessors move in one
+COST = costs("compose.bordered")
 BEST = 3  # predictions of the other engines that are worth comparing
 SEVERAL = 24  # predictions among which there may be one that needs no copy
 
@@ -166,31 +152,23 @@ def _overhead_us(problem: ConvProblem, delegate: Config | None, device: Device) 
     moved_bytes = 0
     if _copies(problem, delegate):
         moved_bytes += problem.input_itemsize * math.prod(problem.input_shape) + problem.itemsize * math.prod(wide)
-        us += BEGIN
+        us += COST.BEGIN
     if folds:
         moved_bytes += problem.itemsize * (math.prod(problem.result_shape) + math.prod(wide))
-        us += BEGIN
+        us += COST.BEGIN
     if problem.result_dtype:
         moved_bytes += (problem.itemsize + problem.result_itemsize) * math.prod(problem.result_shape)
-        us += BEGIN
-    return us + moved_bytes / MEMORY * 132 / device.multiprocessors
+        us += COST.BEGIN
+    return us + moved_bytes / COST.MEMORY * 132 / device.multiprocessors
+
+
+filter_key, _, time = delegated(_padded, _overhead_us)
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Bordered]:
-    """The configurations worth comparing for `problem`: the delegate's choice, those that give its bits, and the best of other engines."""
-    padded = _padded(problem)
-    chosen = registry.find(padded, device)
-    if not problem.adapted or chosen is None:
-        return
-    best = [config for _, config in registry.predictions(padded, device)[:BEST]]
-    yield from map(Bordered, map(str, dict.fromkeys([chosen, *best, *registry.alternatives(padded, chosen, device)])))
-
-
-def time(problem: ConvProblem, config: Bordered, device: Device) -> float | None:
-    """Microseconds that `config` should take."""
-    delegate = parsed(config.DELEGATE)
-    us = None if delegate is None else registry.predicted(_padded(problem), delegate, device)
-    return None if us is None else us + _overhead_us(problem, delegate, device)
+    """The configurations worth comparing for `problem`, around those of the other engines."""
+    if problem.adapted:
+        yield from map(Bordered, worth_comparing(_padded(problem), device, BEST))
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, Bordered] | None:

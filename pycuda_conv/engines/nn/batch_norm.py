@@ -303,4 +303,3 @@ def compiled(maker: Maker, pixels: Pixels, device: Device, *options: Any) -> tup
     """The launches of `maker` as one, compiled for `device`, and the bytes of workspace that they need."""
     steps, workspace = maker(pixels, device.multiprocessors, *options)
     return device.schedule_launcher([[step] for step in for_device(steps, device)]), workspace
-
