@@ -16,20 +16,7 @@ from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import arguments, ceil, near_sides
 from pycuda_conv.engines.limits import AMPERE, HALVES, NOT_EMPTY, TWO_AXES, Takes, Tiles
-from pycuda_conv.engines.schedule import (
-    BIAS,
-    INPUT,
-    RESIDUAL,
-    RESULT,
-    SCALE,
-    WEIGHT,
-    Schedule,
-    check_shared,
-    finish,
-    finish_constants,
-    grid_refusal,
-    shared_limit,
-)
+from pycuda_conv.engines.schedule import OPERANDS, Schedule, check_shared, finish, finish_constants, grid_refusal, shared_limit
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF
 from pycuda_conv.engines.variants import FLAG, VariantSet
@@ -261,9 +248,8 @@ def schedule_with_border(source: ConvProblem, config: DepthwiseToeplitz, device:
         "LAST": int(problem.layout == "NHWC"), **({} if problem.border is None else {"BORDERED": 1}),
     }  # fmt: skip
     threads = 32 * WARPS[problem.layout]
-    buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
     launch = KernelLaunch(
-        "depthwise_toeplitz", defines, unit.blocks, threads, buffers, (), shared=unit.shared, arguments=args, layer=finish_constants(args)
+        "depthwise_toeplitz", defines, unit.blocks, threads, OPERANDS, (), shared=unit.shared, arguments=args, layer=finish_constants(args)
     )
     return Schedule.plain([[launch]])
 

@@ -30,18 +30,7 @@ from pycuda_conv.engines.geometry import (
     written_strides,
 )
 from pycuda_conv.engines.limits import Takes, Tiles
-from pycuda_conv.engines.schedule import (
-    BIAS,
-    INPUT,
-    RESIDUAL,
-    RESULT,
-    SCALE,
-    STATIC_SHARED_BYTES,
-    WEIGHT,
-    WORKSPACE,
-    Schedule,
-    finish,
-)
+from pycuda_conv.engines.schedule import FINISH, INPUT, RESULT, STATIC_SHARED_BYTES, WEIGHT, WORKSPACE, Schedule, finish
 from pycuda_conv.engines.split_sum import reduce_launch, splits
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.variants import FLAG, VariantSet
@@ -184,7 +173,7 @@ def _product(problem: ConvProblem, config: Gemm, phase: Phase, filter_last: bool
         out_vec=int(fours and phase.step == (1, 1, 1) and not (split > 1 and problem.itemsize == 2)),
         **finish(problem, split > 1), **dict.fromkeys(_OF_RECOMPUTE, 0),
     )  # fmt: skip
-    buffers = (INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT if split == 1 else WORKSPACE)
+    buffers = (INPUT, WEIGHT, *FINISH, RESULT if split == 1 else WORKSPACE)
     return KernelLaunch("direct_gemm", defines, _grid(problem, config, plane), config.threads, buffers, (), arguments=arguments)
 
 

@@ -15,7 +15,7 @@ from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import accumulator_bytes, arguments, by_axis, ceil, needs_64_bits
 from pycuda_conv.engines.limits import Takes, Tiles
 from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Schedule
-from pycuda_conv.engines.split_sum import reduce_launch
+from pycuda_conv.engines.split_sum import in_parts
 from pycuda_conv.engines.split_sum import time as reduce_time
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.variants import FLAG, VariantSet
@@ -86,9 +86,7 @@ def schedule(problem: ConvProblem, config: PatchWgrad, device: Device, with_mome
     buffers = INPUT, WEIGHT, RESULT if slices == 1 else WORKSPACE
     threads = config.BLOCK_M // thread_m * (config.BLOCK_N // thread_n)
     launch = KernelLaunch("patch_wgrad", defines, _grid(problem, config), threads, buffers, (), arguments=args)
-    if slices == 1:
-        return Schedule.plain([[launch]])
-    return Schedule.plain([[launch], [reduce_launch(problem, slices, WORKSPACE)]], slices * size * accumulator_bytes(problem))
+    return Schedule.plain([[launch]]) if slices == 1 else in_parts(problem, launch, slices, accumulator_bytes(problem))
 
 
 def _arguments(problem: ConvProblem, config: PatchWgrad) -> Any:

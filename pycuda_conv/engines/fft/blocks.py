@@ -18,21 +18,7 @@ from pycuda_conv.engines.base import AMONG_TRANSFORMS, Config, fastest
 from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import arguments, bits, by_axis, ceil, filter_strides, needs_64_bits
 from pycuda_conv.engines.limits import NOT_EMPTY, UNIT_STEPS, Takes, Tiles
-from pycuda_conv.engines.schedule import (
-    BIAS,
-    INPUT,
-    PACKED,
-    RESIDUAL,
-    RESULT,
-    SCALE,
-    WEIGHT,
-    WORKSPACE,
-    Arena,
-    Schedule,
-    finish,
-    grid_refusal,
-    shared_limit,
-)
+from pycuda_conv.engines.schedule import INPUT, OPERANDS, PACKED, WEIGHT, WORKSPACE, Arena, Schedule, finish, grid_refusal, shared_limit
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
@@ -261,7 +247,7 @@ def schedule(problem: ConvProblem, config: BlockFft, device: Device, with_moment
         kept = {name: value for name, value in numbers.items() if not name.startswith("by_") and name != "backward"}
         return arguments(BlocksArguments, **kept)
 
-    operands = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
+    operands = OPERANDS
     steps = []
     prepare = [
         [KernelLaunch("fft_blocks_turns", of_doubles | {"INDEX_64": 0} | fixed, ceil(n, SMALL), SMALL, (packed.buffer,), (),

@@ -18,19 +18,7 @@ from itertools import product
 from pycuda_conv.engines.base import BY_RULE, Config
 from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_strides, needs_64_bits, read_strides, written_strides
-from pycuda_conv.engines.schedule import (
-    BIAS,
-    INPUT,
-    RESIDUAL,
-    RESULT,
-    SCALE,
-    WEIGHT,
-    WORKSPACE,
-    Arena,
-    Schedule,
-    finish,
-    grid_refusal,
-)
+from pycuda_conv.engines.schedule import INPUT, OPERANDS, WEIGHT, WORKSPACE, Arena, Schedule, finish, grid_refusal
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
@@ -203,7 +191,7 @@ def _finish(problem: ConvProblem, args: Transforms, sums: int, limits: int) -> K
         y_image=y.image, y_group=y.group, y_channel=y.channel, **finish(problem),
     )  # fmt: skip
     defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(needs_64_bits(problem)), "THREADS": THREADS}
-    buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT, WORKSPACE
+    buffers = *OPERANDS, WORKSPACE
     return KernelLaunch("library_fft", defines, ceil(size, THREADS), THREADS, buffers, (), arguments=finish_args)
 
 

@@ -179,10 +179,7 @@ def schedule(problem: ConvProblem, config: FewChannelsWgrad, device: Device, wit
         "few_channels_wgrad", defines, _grid(problem, config), THREADS, (*arrays, RESULT if whole else WORKSPACE), (),
         shared=_shared_bytes(problem, config), arguments=_arguments(problem, config),
     )  # fmt: skip
-    if whole:
-        return Schedule.plain([[launch]])
-    parts = 4 * config.PARTS * math.prod(problem.result_shape)
-    return Schedule.plain([[launch], [split_sum.reduce_launch(problem, config.PARTS, WORKSPACE)]], parts)
+    return Schedule.plain([[launch]]) if whole else split_sum.in_parts(problem, launch, config.PARTS)
 
 
 def _arguments(problem: ConvProblem, config: FewChannelsWgrad) -> Any:

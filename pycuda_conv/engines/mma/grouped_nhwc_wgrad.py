@@ -146,10 +146,7 @@ def schedule(problem: ConvProblem, config: GroupedWgrad, device: Device, with_mo
         "grouped_nhwc_wgrad", defines, _grid(problem, config), THREADS, buffers, (), shared=_shared_bytes(problem, config),
         arguments=_arguments(problem, config),
     )  # fmt: skip
-    if config.PARTS == 1:
-        return Schedule.plain([[launch]])
-    parts = 4 * config.PARTS * math.prod(problem.result_shape)
-    return Schedule.plain([[launch], [split_sum.reduce_launch(problem, config.PARTS, WORKSPACE)]], parts)
+    return Schedule.plain([[launch]]) if config.PARTS == 1 else split_sum.in_parts(problem, launch, config.PARTS)
 
 
 def _arguments(problem: ConvProblem, config: GroupedWgrad) -> Any:
