@@ -7,12 +7,15 @@ factors of :mod:`pycuda_conv.engines.calibration`.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from pycuda_conv.problem import ConvProblem
 
 FOLDER = Path(__file__).resolve().parents[1] / "tuned" / "costs"
 #: The file of the GPU to which the models were fitted.
@@ -27,6 +30,21 @@ class Costs:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"there is no cost {name} in {FOLDER / REFERENCE}")
+
+
+#: Its multiprocessors.
+MULTIPROCESSORS = 132
+
+
+def spread(us: float, multiprocessors: int) -> float:
+    """Microseconds of what the reference GPU's multiprocessors do together in `us`, on a GPU with so many."""
+    return us * MULTIPROCESSORS / multiprocessors
+
+
+def bytes_moved(problem: ConvProblem) -> int:
+    """Bytes of the images, of the result, and of a residual."""
+    results = math.prod(problem.result_shape) * (2 if problem.has_residual else 1)
+    return problem.itemsize * (math.prod(problem.input_shape) + results)
 
 
 #: Those of the engines that asked, by name.

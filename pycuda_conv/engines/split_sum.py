@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, cast
 
-from pycuda_conv.engines.costs import costs
+from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.geometry import ceil, divider
 from pycuda_conv.engines.schedule import FINISH, RESULT, WORKSPACE, Schedule, finish
 from pycuda_conv.engines.struct import kernel_struct
@@ -82,4 +82,4 @@ def variants(device: Device) -> Iterator[VariantSet]:
 def time(size: int, split: int, nbytes: int, multiprocessors: int) -> float:
     """Microseconds of adding parts of `size` sums of `nbytes`: the launch, a thread's waits, and writing and reading the parts."""
     run = ceil(split, _lanes(split))
-    return COST.BEGIN + COST.WAIT * ceil(run, 8) + 2 * split * size * nbytes / COST.MEMORY * 132 / multiprocessors
+    return COST.BEGIN + COST.WAIT * ceil(run, 8) + spread(2 * split * size * nbytes / COST.MEMORY, multiprocessors)

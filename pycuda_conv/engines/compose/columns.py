@@ -15,7 +15,7 @@ from typing import ClassVar
 from pycuda_conv.engines import registry
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.compose.delegate import delegate_refusal, delegated, moved, parsed
-from pycuda_conv.engines.costs import costs
+from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, outputs_apart, taps_apart
 from pycuda_conv.engines.limits import CUDA, NOT_EMPTY, Takes, Tiles
 from pycuda_conv.engines.schedule import FINISH, RESULT, WORKSPACE, Arena, Schedule, finish
@@ -149,7 +149,7 @@ def _adding(problem: ConvProblem, delegate: Config, device: Device) -> float:
     us = 2 * nbytes / (COST.CACHED_RATE if nbytes < COST.CACHED else COST.COLUMN_RATE) + COST.ELEMENT[problem.layout] * results
     if problem.has_residual:
         us += problem.itemsize * results / COST.RESIDUAL_RATE
-    return COST.BEGIN + us * 132 / device.multiprocessors
+    return COST.BEGIN + spread(us, device.multiprocessors)
 
 
 filter_key, sum_order, time = delegated(_product, _adding)

@@ -13,7 +13,7 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from pycuda_conv.engines.base import Config
-from pycuda_conv.engines.costs import costs
+from pycuda_conv.engines.costs import bytes_moved, costs, spread
 from pycuda_conv.engines.geometry import arguments, ceil, near_sides
 from pycuda_conv.engines.limits import AMPERE, HALVES, NOT_EMPTY, TWO_AXES, Takes, Tiles
 from pycuda_conv.engines.schedule import OPERANDS, Schedule, check_shared, finish, finish_constants, grid_refusal, shared_limit
@@ -312,7 +312,7 @@ def time(problem: ConvProblem, config: DepthwiseToeplitz, device: Device) -> flo
     cycles += unit.planes * (unit.x_rows * unit.units * (terms.whole if whole else terms.eight) + r * unit.taps_pitch * terms.tap)
     resident = max(1, min(COST.RESIDENT[problem.layout], SHARED_KIB * 1024 // (unit.shared + 1024)))
     busy = max(1.0, unit.blocks / device.multiprocessors) * cycles / COST.CLOCK
-    moved = problem.itemsize * (math.prod(problem.input_shape) + math.prod(problem.result_shape) * (2 if problem.has_residual else 1))
-    moving = moved / terms.memory * 132 / device.multiprocessors
+    moved = bytes_moved(problem)
+    moving = spread(moved / terms.memory, device.multiprocessors)
     us = terms.begin + math.hypot(busy, moving) + terms.wave * ceil(unit.blocks, device.multiprocessors * resident)
     return us * COST.LONG if problem.layout == "NCHW" and config.UNIT_KIB > UNITS["NCHW"][0] else us

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 
 from pycuda_conv.engines.base import LAST_RESORT, Config, fastest
-from pycuda_conv.engines.costs import costs
+from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.geometry import (
     Phase,
     accumulator_bytes,
@@ -268,7 +268,7 @@ def time(problem: ConvProblem, config: Gemm, device: Device) -> float | None:
         work = sum(many * count * length for (_, _, many), count, length in zip(kinds, blocks, lengths, strict=True))
         us = max(COST.PHASED * work / multiprocessors + COST.LAST * fit * max(lengths), COST.PHASE_TIME * launches)
         apart = min(problem.stride[2], COST.SECTOR // problem.itemsize)  # phases that write a part of each sector of a row
-        us += problem.itemsize * math.prod(problem.result_shape) * apart / COST.SCATTERED * 132 / multiprocessors
+        us += spread(problem.itemsize * math.prod(problem.result_shape) * apart / COST.SCATTERED, multiprocessors)
         if launches > SIDE_BY_SIDE:
             queued = sum(many * alone(count, length) for (_, _, many), count, length in zip(kinds, blocks, lengths, strict=True))
             us = max(us, COST.QUEUED * queued / SIDE_BY_SIDE)

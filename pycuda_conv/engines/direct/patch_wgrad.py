@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pycuda_conv.engines.base import Config, fastest
-from pycuda_conv.engines.costs import costs
+from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.geometry import accumulator_bytes, arguments, by_axis, ceil, needs_64_bits
 from pycuda_conv.engines.limits import Takes, Tiles
 from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Schedule
@@ -146,7 +146,7 @@ def time(problem: ConvProblem, config: PatchWgrad, device: Device) -> float:
     us = COST.BEGIN + max(busy, waiting) * longer
     us += accumulator_bytes(problem) * math.prod(problem.result_shape) / COST.STORED
     if problem.layout == "CHWN" and math.prod(problem.output_size) > 1:  # neighbouring sums belong to channels, whose filters lie apart
-        us += math.prod(problem.result_shape) * COST.SECTOR / COST.SCATTERED * 132 / multiprocessors
+        us += spread(math.prod(problem.result_shape) * COST.SECTOR / COST.SCATTERED, multiprocessors)
     if config.SLICES > 1:
         us += reduce_time(math.prod(problem.result_shape), config.SLICES, accumulator_bytes(problem), multiprocessors)
     return us

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from pycuda_conv.engines.base import AMONG_TRANSFORMS, Config, fastest
-from pycuda_conv.engines.costs import costs
+from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.geometry import accumulator_bytes, arguments, bits, ceil, filter_strides, needs_64_bits
 from pycuda_conv.engines.limits import NOT_EMPTY, TWO_AXES, UNIT_STEPS, Takes, Tiles
 from pycuda_conv.engines.schedule import (
@@ -368,5 +368,5 @@ def choose(problem: ConvProblem, device: Device) -> tuple[float, Fft] | None:
     if found is None or problem.algorithm == "fft":
         return found
     us, config = COST.CLEARLY * found[0], found[1]
-    plain = problem.macs / COST.PLAIN_RATE * 132 / device.multiprocessors
+    plain = spread(problem.macs / COST.PLAIN_RATE, device.multiprocessors)
     return (us * AMONG_TRANSFORMS if us < plain and not _dense(problem) else us), config

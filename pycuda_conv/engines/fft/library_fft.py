@@ -16,7 +16,7 @@ from functools import lru_cache
 from itertools import product
 
 from pycuda_conv.engines.base import BY_RULE, Config
-from pycuda_conv.engines.costs import costs
+from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_strides, needs_64_bits, read_strides, written_strides
 from pycuda_conv.engines.schedule import INPUT, OPERANDS, WEIGHT, WORKSPACE, Arena, Schedule, finish, grid_refusal
 from pycuda_conv.engines.struct import kernel_struct
@@ -218,7 +218,7 @@ def time(problem: ConvProblem, config: LibraryFft, device: Device) -> float:
     products, blocks, runs = _products(problem, args.read, args.written), math.prod(args.blocks), 1 + args.magnitudes
     if device.backend == "cuda":
         numbers = math.prod(args.length) * (blocks * planes + filters + blocks * products / 8)
-        return runs * (COST.GPU_CALL_TIME + numbers * 8 * COST.GPU_PASSES / 2 / COST.GPU_MEMORY * 132 / device.multiprocessors)
+        return runs * (COST.GPU_CALL_TIME + spread(numbers * 8 * COST.GPU_PASSES / 2 / COST.GPU_MEMORY, device.multiprocessors))
     return COST.CALL_TIME + runs * _cost(args.length, blocks, filters, planes, products) * COST.UNIT_TIME / max(device.multiprocessors, 1)
 
 

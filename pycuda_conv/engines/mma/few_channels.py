@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from pycuda_conv.engines.base import Config
-from pycuda_conv.engines.costs import costs
+from pycuda_conv.engines.costs import bytes_moved, costs
 from pycuda_conv.engines.geometry import Strides, arguments, ceil, read_strides, written_strides
 from pycuda_conv.engines.limits import AMPERE, NOT_EMPTY, TWO_AXES, Takes, Tiles, types
 from pycuda_conv.engines.mma.common import SHARED_BYTES
@@ -278,5 +278,5 @@ def time(problem: ConvProblem, config: FewChannels, device: Device) -> float:
     if tile.taps >= COST.MANY_ROWS:
         factor *= COST.LARGE
     us = factor * (ceil(tile.tiles, workers) * each + filled) / COST.CLOCK
-    moved = size * (math.prod(problem.input_shape) + math.prod(problem.result_shape) * (2 if problem.has_residual else 1))
+    moved = bytes_moved(problem)
     return COST.BEGIN + max(us, moved / COST.MEMORY)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from pycuda_conv.engines import split_sum
 from pycuda_conv.engines.base import Config
-from pycuda_conv.engines.costs import costs
+from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.geometry import arguments, ceil, forward_of
 from pycuda_conv.engines.limits import AMPERE, IN_32_BITS, NOT_EMPTY, TWO_AXES, Takes, Tiles, types
 from pycuda_conv.engines.mma.common import SHARED_BYTES, product_rate
@@ -273,5 +273,5 @@ def time(problem: ConvProblem, config: FewChannelsWgrad, device: Device) -> floa
     cycles = ceil(_tiles(problem, config), config.PARTS) * max(at_once * busy, busy + COST.TILE) + COST.BLOCK
     us = COST.BEGIN + COST.MEASURED * ceil(blocks, BLOCKS) * cycles / COST.CLOCK
     moved = problem.itemsize * (math.prod(problem.input_shape) + math.prod(problem.weight_shape))
-    us = max(us, COST.BEGIN + moved / COST.MEMORY * 132 / multiprocessors)
+    us = max(us, COST.BEGIN + spread(moved / COST.MEMORY, multiprocessors))
     return us if config.PARTS == 1 and itemsize == 4 else us + split_sum.time(size, config.PARTS, 4, multiprocessors)

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from pycuda_conv.engines.base import Config
-from pycuda_conv.engines.costs import costs
+from pycuda_conv.engines.costs import bytes_moved, costs
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil
 from pycuda_conv.engines.limits import AMPERE, IN_32_BITS, NOT_EMPTY, Takes, Tiles, types
 from pycuda_conv.engines.mma.common import SHARED_BYTES
@@ -275,7 +275,7 @@ def time(problem: ConvProblem, config: FewInputs, device: Device) -> float:
     each = COST.TILE_CYCLES + together * (multiplying + loading + storing)
     filled = together * config.BLOCK_N * _channels(problem) * math.prod(problem.filter_size) * COST.FILTER_CYCLES
     us = (ceil(tile.tiles, workers) * each + filled) / COST.CLOCK
-    moved = problem.itemsize * (math.prod(problem.input_shape) + math.prod(problem.result_shape) * (2 if problem.has_residual else 1))
+    moved = bytes_moved(problem)
     if float_planes:
         apart = max(0, moved - COST.FLOAT_CACHED) if _run(problem) < 16 // WORD else 0
         memory = (moved - apart) / COST.FLOAT_MEMORY + apart / COST.FLOAT_APART[config.COLUMNS]
