@@ -5,7 +5,6 @@ import math
 from pathlib import Path
 
 import pytest
-import toy_engine
 
 from pycuda_conv import ConvProblem, background, engines, tune
 from pycuda_conv.cli import main
@@ -83,7 +82,7 @@ SHARED = [split_sum, packing, batch_norm, casting, folding, max_pool, norm, wind
 EVERYWHERE = [*ARCHITECTURES, "sm_75", "sm_86", "sm_100a"]
 
 
-@pytest.mark.parametrize("module", [*registry.ENGINES, *SHARED, toy_engine], ids=lambda module: module.__name__.rpartition(".")[2])
+@pytest.mark.parametrize("module", [*registry.ENGINES, *SHARED], ids=lambda module: module.__name__.rpartition(".")[2])
 def test_an_engine_has_no_more_texts_than_it_says(module):
     most = {}
     for device in map(device_of, EVERYWHERE):
