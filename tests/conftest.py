@@ -115,20 +115,27 @@ def _gpu_locked(alone):
         yield
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item, nextitem):
-    """Thousands of tests need a GPU. Without one each is reported as skipped, and nothing is set up or taken down for it.
+def pytest_collection_modifyitems(config, items):
+    """Thousands of tests need a GPU. Without one they are left out, and told as a number: reports of each would take a minute."""
+    left_out = [item for item in items if _why_no_gpu(item)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not _why_no_gpu(item)]
+        config.left_out = len(left_out), _reason["cuda"]
+        if hasattr(config, "workeroutput"):
+            config.workeroutput["left_out"] = config.left_out
 
-    The last of a module takes down what the module has set up: pytest sees to that.
-    """
-    if nextitem is None or nextitem.parent is not item.parent or not (why := _why_no_gpu(item)):
-        return None
-    now, at = time.time(), (__file__, _why_no_gpu.__code__.co_firstlineno, f"Skipped: {why}")
-    report = pytest.TestReport(item.nodeid, item.location, {"skip": 1}, "skipped", at, "setup", start=now, stop=now)
-    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    item.ihook.pytest_runtest_logreport(report=report)
-    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-    return True
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    """All workers leave out the same tests."""
+    node.config.left_out = getattr(node, "workeroutput", {}).get("left_out", getattr(node.config, "left_out", None))
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if getattr(config, "left_out", None):
+        count, why = config.left_out
+        terminalreporter.write_line(f"{count} tests need a GPU: {why}")
 
 
 class _Failures:
