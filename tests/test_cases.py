@@ -66,7 +66,7 @@ def test_every_engine_has_cases():
 #: Engines whose tests are no data yet: the portable ones run on every device of the machine, the others are emulated.
 ELSEWHERE = {
     "nhwc": "test_depthwise_nhwc.py", "blocks": "test_block_fft.py", "library_fft": "test_library_fft.py", "fft": "test_fft.py", "direct": "test_kernels.py",
-    "patch_wgrad": "test_patch_wgrad.py", "direct_gemm": "test_kernels.py", "dmma": "test_dmma.py", "mma_gemm": "test_implicit_gemm.py", "hopper_gemm": "test_implicit_gemm.py",
+    "patch_wgrad": "test_patch_wgrad.py", "direct_gemm": "test_kernels.py", "dmma": "test_dmma.py", "hopper_gemm": "test_implicit_gemm.py",
     "via_nhwc": "test_via_nhwc.py", "bordered": "test_borders.py", "upsampled": "test_upsampling.py",
 }  # fmt: skip
 
