@@ -2,10 +2,10 @@
 
 from alike import sharing
 from awkward import BASE, SHAPES
-from cases import Broken, Cases, Layers
 from modes import MODES, asked
 from reference import dgrad, fprop
 
+from cases import Broken, Cases, Layers
 from pycuda_conv.engines.mma import gemm
 from pycuda_conv.engines.mma.gemm import ImplicitGemm80
 
