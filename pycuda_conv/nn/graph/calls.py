@@ -44,6 +44,9 @@ class Targets:
     #: whether a layer that is trained takes the sum with a residual, and whether it counts the batches
     sums_in_training = counts = False
 
+    #: whether an activation that is computed twice becomes one, as inductor makes it
+    shares = False
+
     #: whether convolutions with gradients take parameters that were cast at the graph's start
     casts_early = True
 
