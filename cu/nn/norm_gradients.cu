@@ -148,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS)
     for (int u = 0; u < UNROLL; ++u)
       if (pixel + u * at.down < at.end) {
         const long long here = offset + (long long)(pixel + u * at.down) * channels;
-        xs[u] = load(x + here), gs[u] = load(dout + here);
+        xs[u] = load_last(x + here), gs[u] = load_last(dout + here);
       }
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u)

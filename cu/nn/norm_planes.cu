@@ -132,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
   auto fetch = [&]() {
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u)
-      if (pixel + u * at.down < at.end) raw[u] = load(from + (long long)(pixel + u * at.down) * channels);
+      if (pixel + u * at.down < at.end) raw[u] = load_last(from + (long long)(pixel + u * at.down) * channels);
   };
   fetch();  // on its way while the parameters are
   float mean[VEC], a[VEC], b[VEC], more[VEC];
