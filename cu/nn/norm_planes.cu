@@ -24,11 +24,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
   const Stand at(shape, blockIdx.x);
   const int width = (int)shape.width, channels = (int)shape.channels;
   const data_t* const from = at.first_pixel(x, shape);
-  float near[VEC];  // the group's first number of the image, which means are relative to
+  data_t near[VEC];  // the group's first number of the image, which means are relative to; nobody waits for it before the end
 #pragma unroll
   for (int i = 0; i < VEC; ++i) {
     const int channel = at.inside ? at.column * VEC + i : 0;
-    near[i] = shape.rms ? 0 : to_float(x[at.image * shape.pixels * channels + divided(channel, shape.by_each) * (int)shape.each]);
+    near[i] = x[at.image * shape.pixels * channels + divided(channel, shape.by_each) * (int)shape.each];
   }
   float first[VEC] = {}, all[VEC] = {}, squares[VEC] = {};
   int pixel = at.start + at.lane, count = 0;
@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
   const int warp = threadIdx.x / 32, beside = threadIdx.x % 32;
 #pragma unroll
   for (int i = 0; i < VEC; ++i) {
-    Moments m = moments_of(count, first[i] - near[i], all[i], squares[i]);
+    Moments m = moments_of(count, first[i] - (shape.rms ? 0 : to_float(near[i])), all[i], squares[i]);
     m.add_lanes(width);
     if (beside < width) noted[warp][i][beside] = m;
   }
