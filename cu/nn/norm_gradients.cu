@@ -53,6 +53,7 @@ DEVICE void parameters(const float* sums, void* dgamma, void* dbeta, const NormS
   const int lane = threadIdx.x % 32, channels = (int)shape.channels, channel = (block * WARPS + threadIdx.x / 32) * 8 + lane % 8;
   float2 all = make_float2(0, 0);
   if (channel < channels)
+#pragma unroll 8
     for (long long set = lane / 8; set < shape.images; set += 4) {
       all.x += sums[set * 2 * channels + channel];
       all.y += sums[(set * 2 + 1) * channels + channel];
