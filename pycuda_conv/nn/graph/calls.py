@@ -103,6 +103,10 @@ class Targets:
         """
         raise NotImplementedError
 
+    def concatenate(self, a: Node, b: Node) -> Node | None:
+        """Two tensors whose channels are last in memory, concatenated along them, or None where that stays torch's."""
+        return None
+
     def convolve_parts(self, node: Node, parts: Sequence[Node]) -> None:
         """Let a call that waits for its norm read two arrays in place of their concatenation."""
         raise NotImplementedError
