@@ -14,7 +14,7 @@ from pycuda_conv.engines.hopper import gemm_tiles
 from pycuda_conv.engines.hopper.gemm import ImplicitGemm
 from pycuda_conv.engines.images import window
 from pycuda_conv.engines.layout import cast as casting
-from pycuda_conv.engines.nn import batch_norm, max_pool, norm
+from pycuda_conv.engines.nn import batch_norm, join, max_pool, norm
 from pycuda_conv.engines.nn import fold_norms as folding
 from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.plan import as_called
@@ -78,7 +78,7 @@ def texts_of(module, device):
     return module.variants(*[device] * len(inspect.signature(module.variants).parameters))
 
 
-SHARED = [split_sum, packing, batch_norm, casting, folding, max_pool, norm, window]
+SHARED = [split_sum, packing, batch_norm, casting, folding, join, max_pool, norm, window]
 EVERYWHERE = [*ARCHITECTURES, "sm_75", "sm_86", "sm_100a"]
 
 
