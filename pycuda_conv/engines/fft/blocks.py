@@ -16,7 +16,7 @@ from typing import Any
 
 from pycuda_conv.engines.base import AMONG_TRANSFORMS, Config, fastest
 from pycuda_conv.engines.costs import costs
-from pycuda_conv.engines.geometry import arguments, bits, by_axis, ceil, filter_strides, near_sides, needs_64_bits
+from pycuda_conv.engines.geometry import NO_SIDES, arguments, bits, by_axis, ceil, filter_strides, near_sides, needs_64_bits
 from pycuda_conv.engines.limits import NOT_EMPTY, UNIT_STEPS, Takes, Tiles
 from pycuda_conv.engines.schedule import (
     BIAS,
@@ -312,8 +312,6 @@ def _launches_of(problem: ConvProblem, config: BlockFft, device: Device, source:
 
 #: Shared memory of a multiprocessor.
 MULTIPROCESSOR_BYTES = 227 << 10
-#: The sides of an image without a border.
-NO_SIDES = {f"{name}{axis}": 0 for name in ("side_", "last_side_") for axis in "dhw"}
 #: The arguments that are set for each launch.
 LATER = (
     "axis_length", "axis_eighth", "axis_factors", "axis_count", "apart", "lines", "lines_of_group", "line_step", "rows_read",
