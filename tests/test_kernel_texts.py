@@ -9,7 +9,7 @@ import toy_engine
 
 from pycuda_conv import ConvProblem, background, engines, tune
 from pycuda_conv.cli import main
-from pycuda_conv.engines import packing, registry, split_sum
+from pycuda_conv.engines import base, packing, registry, split_sum
 from pycuda_conv.engines.hopper import dense as hopper_dense
 from pycuda_conv.engines.hopper import gemm_tiles
 from pycuda_conv.engines.hopper.gemm import ImplicitGemm
@@ -24,6 +24,9 @@ from pycuda_conv.tools.families import draw
 from pycuda_conv.tools.kernels import ARCHITECTURES, MOST_MEASURED, device_of, families
 from pycuda_conv.tools.suite import MODES, in_mode, suite
 from pycuda_conv.tools.warm import _batch_norm
+
+
+base.complete(toy_engine)  # as registering does
 
 
 def check_listed(problems, architecture, choose=engines.choose):
