@@ -25,7 +25,6 @@ from pycuda_conv.tools.kernels import ARCHITECTURES, MOST_MEASURED, device_of, f
 from pycuda_conv.tools.suite import MODES, in_mode, suite
 from pycuda_conv.tools.warm import _batch_norm
 
-
 base.complete(toy_engine)  # as registering does
 
 
