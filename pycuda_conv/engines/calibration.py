@@ -128,6 +128,9 @@ def fit(ratios: Iterable[tuple[str, ConvProblem, Any, float]]) -> dict[str, floa
 # ---- files
 
 
+_TIMINGS = ',\n "timings": ['
+
+
 def text(one: Calibration) -> str:
     """A file's text: a line for each factor and each problem, in order, so that files compare well."""
     about = {name: getattr(one, name) for name in ("gpu", "capability", "multiprocessors", "driver", "date", "command")}
@@ -136,8 +139,8 @@ def text(one: Calibration) -> str:
     factors = ",\n".join(f"  {json.dumps(kind)}: {factor}" for kind, factor in sorted(one.factors.items()))
     weights = ",\n".join(f"  {json.dumps(name)}: {json.dumps(rows)}" for name, rows in sorted(one.weights.items()))
     timings = ",\n".join(f"  {json.dumps(timing)}" for timing in one.timings)
-    corrected = f' "scales": {json.dumps(one.scales)},\n "weights": {{\n{weights}\n }},\n'
-    return f'{{\n{head},\n "factors": {{\n{factors}\n }},\n{corrected} "timings": [\n{timings}\n ]\n}}\n'
+    corrected = f' "scales": {json.dumps(one.scales)},\n "weights": {{\n{weights}\n }}'
+    return f'{{\n{head},\n "factors": {{\n{factors}\n }},\n{corrected}{_TIMINGS}\n{timings}\n ]\n}}\n'
 
 
 def parsed(given: str) -> Calibration:
@@ -173,9 +176,10 @@ def file_name(gpu: str) -> str:
 
 
 def read(path: Path) -> Calibration | None:
-    """The calibration in a file; None, with a warning in the log, if it can't be used, or if there is none."""
+    """The calibration in a file without its timings; None, with a warning in the log, if it can't be used, or if there is none."""
     try:
-        return parsed(path.read_text(encoding="utf-8"))
+        head, mark, _ = path.read_text(encoding="utf-8").partition(_TIMINGS)  # which take longer to read than all else
+        return parsed(head + "\n}" if mark else head)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:
