@@ -201,8 +201,8 @@ def run(settings: Settings) -> int:
     timings: list[Timing] = []
     for path in settings.merge:
         try:
-            timings += from_json(calibration.parsed(path.read_text(encoding="utf-8")).timings)
-        except (OSError, ValueError, TypeError) as error:
+            timings += read_timings(path)
+        except (OSError, ValueError, TypeError, KeyError) as error:
             raise ToolError(f"{path} can't be merged: {error}") from error
     out, losses = console(), list[float]()
     for row in rows(device, seed, settings.seconds) if not settings.fit else ():
@@ -255,5 +255,5 @@ def choices(timings: Sequence[Timing], device: Device, one: Calibration | None) 
 
 
 def read_timings(path: Path) -> list[Timing]:
-    """The timings of a file."""
+    """The timings of a file, of an earlier version too."""
     return from_json(json.loads(path.read_text(encoding="utf-8"))["timings"])
