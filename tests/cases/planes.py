@@ -30,7 +30,7 @@ CASES = Cases(
     not_finite=[(fprop((3, 24, 8, 9), (16, 24, 1, 1)), "fp16", Planes(64, 64, 3))],
     broken=[
         Broken((fprop((3, 72, 10, 12), (72, 72, 1, 1)), "fp16", Planes(64, 256, 2)), [
-            ("ring.wait_full(at);", ""), ("wgmma_wait<0>();\n#pragma", "#pragma"), ("fence_for_bulk();", ""),
+            ("ring.wait_full(at);", ""), ("wgmma_wait<0>();\n  wgmma_arrived", "wgmma_arrived"), ("fence_for_bulk();", ""),
             ("named_barrier(1 + consumer, 128);  // all of them", "//"), ("(of.x_blocks + of.w_blocks) * BLOCK", "(X_BLOCKS + W_BLOCKS) * BLOCK"),
         ], multiprocessors=2),
     ],

@@ -1,9 +1,10 @@
-// cluster.cuh: the CLUSTER blocks of a cluster each sum a part of a tile's gemm k, and add these sums up together.
+// cluster.cuh: blocks of a cluster read one another's shared memory (Hopper). Those that share a tile, CLUSTER of them, each sum a part of its gemm k, and add
+// these sums up together.
 //
 // Each block leaves its sums in its shared memory, as rows of `pitch` floats. Then each block adds some of the rows over all blocks, in their order.
 // CLUSTER, a constant, is set before this is included.
 #pragma once
-#include "hopper/ptx.cuh"
+#include "core/packed.cuh"
 
 DEVICE int cluster_rank() { return CLUSTER == 1 ? 0 : blockIdx.x % CLUSTER; }
 
