@@ -31,6 +31,7 @@ from pycuda_conv.tools.benchmarks.pages import COMMANDS, digest  # noqa: E402
 
 TAIL = 40  # lines of a command's output that are kept
 CHECKS = "tests", "verify"
+TIMELESS = "training", "host", "energy"  # commands that run to their end
 
 
 def tree() -> str:
@@ -50,7 +51,7 @@ def command(part: str, folder: Path, seconds: float | None) -> list[str]:
     if part == "verify":
         return [*package, "verify", "--json"]
     words = COMMANDS[part]
-    limited = ["--seconds", f"{seconds:.0f}"] if seconds and {"--suite", "--models"} & set(words) else []
+    limited = ["--seconds", f"{seconds:.0f}"] if seconds and part not in TIMELESS else []
     return [*package, *words, *limited, "--json", report, "--pages", "."]
 
 
