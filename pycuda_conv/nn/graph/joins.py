@@ -16,10 +16,9 @@ from pycuda_conv.nn.autograd import traced_layout
 from pycuda_conv.nn.graph.calls import Norm, Options
 from pycuda_conv.nn.graph.memory import is_plain
 from pycuda_conv.nn.graph.rewriting import Chain, Rewrite
-from pycuda_conv.nn.graph.steps import aten, bound, name_of, value
+from pycuda_conv.nn.graph.steps import CATS, bound, name_of, value
 
 HALVES = torch.float16, torch.bfloat16
-_CATS = {torch.cat, torch.concat, torch.concatenate, aten.cat.default}
 
 
 def take(rewrite: Rewrite, node: Node, grad: bool) -> None:
@@ -73,7 +72,7 @@ def _take_residual(rewrite: Rewrite, node: Node, options: Options) -> bool:
 
 def _parts(rewrite: Rewrite, cat: Node, reader: Node) -> tuple[Node, Node] | None:
     """The two tensors that a step concatenates along their channels, if one convolution alone reads the result."""
-    if cat.op != "call_function" or cat.target not in _CATS or cat not in rewrite.order or rewrite.reader_of(cat) is not reader:
+    if cat.op != "call_function" or cat.target not in CATS or cat not in rewrite.order or rewrite.reader_of(cat) is not reader:
         return None
     given = bound(cat, ("tensors", "dim"))
     if given is None or given["dim"] not in (1, 1 - value(cat).dim()) or not isinstance(given["tensors"], (list, tuple)):
