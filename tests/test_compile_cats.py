@@ -5,10 +5,9 @@ import copy
 import pytest
 
 torch = pytest.importorskip("torch")
+from test_compile import GRAPHS, HOWS, afresh, alike, close, compiled, images, moved, where  # noqa: E402, F401
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
-
-from test_compile import GRAPHS, HOWS, afresh, alike, close, compiled, images, moved, where  # noqa: E402, F401
 
 from pycuda_conv.nn.graph.steps import CATS  # noqa: E402
 
