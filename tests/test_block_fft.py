@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import test_epilogue as epilogue
-from reference import DISTRIBUTIONS, DTYPES, TINY, assert_close, assert_exact, assert_lost_alike, check, dgrad, fprop, run
+from reference import DISTRIBUTIONS, DTYPES, TINY, assert_close, assert_exact, assert_lost_alike, by_turns, check, dgrad, fprop, run
 
 from pycuda_conv import ConvProblem, Plan, engines
 from pycuda_conv.engines.fft import blocks
@@ -71,8 +71,7 @@ def test_lengths():
             assert batch * n * blocks.BYTES + blocks.FIXED_BYTES <= shared_limit(device) or not batch
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", [FIRST, SECOND, LINE], ids=str)
+@pytest.mark.parametrize(("case", "dtype"), by_turns([FIRST, SECOND, LINE], DTYPES, rounds=2), ids=str)
 def test_every_type(device, case, dtype):
     if dtype == "bfloat16" and get_device(device).backend == "cuda":
         pytest.skip("PyCUDA has no arrays of bfloat16")
@@ -102,7 +101,7 @@ def test_pairs_in_several_rows_of_launches(device, monkeypatch):
 # ---- every element is right
 
 
-@pytest.mark.parametrize(("case", "kind"), [*((case, kind) for case in (LARGE, SECOND, BACK, LINE) for kind in DISTRIBUTIONS), (VOLUME, "sky"), (VOLUME, "one large")], ids=str)
+@pytest.mark.parametrize(("case", "kind"), [*by_turns((LARGE, SECOND, BACK, LINE), DISTRIBUTIONS, rounds=2), (VOLUME, "sky"), (VOLUME, "one large")], ids=str)
 def test_elements_are_right_for_all_kinds_of_numbers(device, case, kind):
     x, w, b = case.drawn(kind)
     ref, magnitude = case.reference(x, w, b), case.reference(abs(x), abs(w), b)
@@ -121,8 +120,7 @@ def listed(case, device, *arrays):
     return y, workspace[args.count_at :][:1].view(np.int32)[0]
 
 
-@pytest.mark.parametrize("kind", ["black", "half", "one star", "tails", "faint"])
-@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize(("full", "kind"), by_turns([True, False], ["black", "half", "one star", "tails", "faint"]))
 def test_zeros_stay_zeros_and_what_may_be_off_is_summed(device, monkeypatch, kind, full):
     """From a list, and by the threads themselves once that is full. Zeros in segments of a block cost no sums."""
     if full:
@@ -146,8 +144,7 @@ def test_zeros_stay_zeros_and_what_may_be_off_is_summed(device, monkeypatch, kin
         assert np.array_equal(y, got) and (count == 0 if kind == "black" else count < ref.size / 4 if kind != "faint" else count > ref.size / 8)
 
 
-@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan, 3e38])
-@pytest.mark.parametrize("where", ["image", "filter"])
+@pytest.mark.parametrize(("where", "value"), by_turns(["image", "filter"], [np.inf, -np.inf, 3e38, np.nan]))
 def test_inf_and_nan_reach_what_they_reach_in_a_sum(device, value, where):
     x, w, b = SECOND.normals("float32")
     if where == "image":
@@ -211,8 +208,7 @@ def test_a_worse_transform_is_noticed(device, monkeypatch):
     assert not (abs(run(plan(case, device), x, w) - ref) <= 2.0**-23 * magnitude).all()
 
 
-@pytest.mark.parametrize("parts", epilogue.PARTS)
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize(("dtype", "parts"), by_turns(["float32", "float16"], epilogue.PARTS))
 def test_what_follows_the_sums(device, dtype, parts):
     case = SECOND
     made = Plan(epilogue.finishing(case.problem(dtype), parts), device, config=BlockFft(*CASES[case]))

@@ -5,7 +5,6 @@ import math
 from pathlib import Path
 
 import pytest
-import toy_engine
 
 from pycuda_conv import ConvProblem, background, engines, tune
 from pycuda_conv.cli import main
@@ -15,7 +14,7 @@ from pycuda_conv.engines.hopper import gemm_tiles
 from pycuda_conv.engines.hopper.gemm import ImplicitGemm
 from pycuda_conv.engines.images import window
 from pycuda_conv.engines.layout import cast as casting
-from pycuda_conv.engines.nn import batch_norm, max_pool, norm
+from pycuda_conv.engines.nn import batch_norm, join, max_pool, norm
 from pycuda_conv.engines.nn import fold_norms as folding
 from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.plan import as_called
@@ -79,11 +78,11 @@ def texts_of(module, device):
     return module.variants(*[device] * len(inspect.signature(module.variants).parameters))
 
 
-SHARED = [split_sum, packing, batch_norm, casting, folding, max_pool, norm, window]
+SHARED = [split_sum, packing, batch_norm, casting, folding, join, max_pool, norm, window]
 EVERYWHERE = [*ARCHITECTURES, "sm_75", "sm_86", "sm_100a"]
 
 
-@pytest.mark.parametrize("module", [*registry.ENGINES, *SHARED, toy_engine], ids=lambda module: module.__name__.rpartition(".")[2])
+@pytest.mark.parametrize("module", [*registry.ENGINES, *SHARED], ids=lambda module: module.__name__.rpartition(".")[2])
 def test_an_engine_has_no_more_texts_than_it_says(module):
     most = {}
     for device in map(device_of, EVERYWHERE):

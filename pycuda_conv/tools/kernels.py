@@ -14,7 +14,7 @@ from pycuda_conv.background import launches
 from pycuda_conv.engines import registry
 from pycuda_conv.engines.images import window as images
 from pycuda_conv.engines.layout import cast as casting
-from pycuda_conv.engines.nn import batch_norm, max_pool, norm
+from pycuda_conv.engines.nn import batch_norm, join, max_pool, norm
 from pycuda_conv.engines.nn import fold_norms as folding
 from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.plan import as_called
@@ -48,7 +48,7 @@ def families(architecture: str) -> list[VariantSet]:
 def besides(device: Any) -> list[VariantSet]:
     """The texts that a GPU needs beside convolutions and batch norms: copies, casts, poolings, other norms."""
     copy = VariantSet("copy_strided", {"DTYPE": (16, 17, 32, 64), "INDEX_64": (0, 1), "THREADS": (256,)})
-    return [copy, *casting.variants(), *max_pool.variants(), *folding.variants(), *norm.variants(device)]
+    return [copy, *casting.variants(), *max_pool.variants(), *folding.variants(), *norm.variants(device), *join.variants()]
 
 
 def measured(device: Any, planned: Sequence[VariantSet]) -> list[VariantSet]:

@@ -15,24 +15,10 @@ from itertools import combinations_with_replacement, product
 from typing import Any
 
 from pycuda_conv.engines.base import AMONG_TRANSFORMS, Config, fastest
-from pycuda_conv.engines.costs import costs
+from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.geometry import arguments, bits, by_axis, ceil, filter_strides, needs_64_bits
 from pycuda_conv.engines.limits import NOT_EMPTY, UNIT_STEPS, Takes, Tiles
-from pycuda_conv.engines.schedule import (
-    BIAS,
-    INPUT,
-    PACKED,
-    RESIDUAL,
-    RESULT,
-    SCALE,
-    WEIGHT,
-    WORKSPACE,
-    Arena,
-    Schedule,
-    finish,
-    grid_refusal,
-    shared_limit,
-)
+from pycuda_conv.engines.schedule import INPUT, OPERANDS, PACKED, WEIGHT, WORKSPACE, Arena, Schedule, finish, grid_refusal, shared_limit
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
@@ -261,7 +247,7 @@ def schedule(problem: ConvProblem, config: BlockFft, device: Device, with_moment
         kept = {name: value for name, value in numbers.items() if not name.startswith("by_") and name != "backward"}
         return arguments(BlocksArguments, **kept)
 
-    operands = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
+    operands = OPERANDS
     steps = []
     prepare = [
         [KernelLaunch("fft_blocks_turns", of_doubles | {"INDEX_64": 0} | fixed, ceil(n, SMALL), SMALL, (packed.buffer,), (),
@@ -396,7 +382,7 @@ def _time(problem: ConvProblem, config: BlockFft, batch: int, multiprocessors: i
     through = COST.THROUGH_OF_VOLUME if config.LENGTH_D > 1 else COST.THROUGH
     spectra = math.prod(config.lengths) * BYTES * through * (_filters(problem) / 2 + problem.result_channels * blocks.pairs)
     passes = [_passes(length, batch, threads) for length in config.lengths if length > 1]
-    return COST.LAUNCHES + spectra * (COST.BYTE + COST.PASS * sum(passes) / len(passes)) * COST.SLOWER[batch] * 132 / multiprocessors
+    return COST.LAUNCHES + spread(spectra * (COST.BYTE + COST.PASS * sum(passes) / len(passes)) * COST.SLOWER[batch], multiprocessors)
 
 
 @lru_cache(maxsize=1024)
@@ -444,5 +430,5 @@ def choose(problem: ConvProblem, device: Device) -> tuple[float, BlockFft] | Non
     if found is None or problem.algorithm == "fft":
         return found
     us, config = found
-    plain = problem.macs / COST.PLAIN_RATE * 132 / device.multiprocessors
+    plain = spread(problem.macs / COST.PLAIN_RATE, device.multiprocessors)
     return (us * AMONG_TRANSFORMS if us < plain else us), config

@@ -14,11 +14,11 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from pycuda_conv.engines.base import Config
-from pycuda_conv.engines.costs import costs
-from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_last_strides, filter_strides
+from pycuda_conv.engines.costs import bytes_moved, costs
+from pycuda_conv.engines.geometry import arguments, by_axis, ceil
 from pycuda_conv.engines.limits import AMPERE, IN_32_BITS, NOT_EMPTY, Takes, Tiles, types
 from pycuda_conv.engines.mma.common import SHARED_BYTES
-from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
+from pycuda_conv.engines.schedule import OPERANDS, Schedule, finish, finish_constants
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, products
 from pycuda_conv.engines.variants import FLAG, VariantSet
@@ -178,10 +178,7 @@ LEGAL = Tiles(
 
 def schedule(problem: ConvProblem, config: FewInputs, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`; they note no moments."""
-    group, k, c = filter_strides(problem)
-    last = filter_last_strides(problem)
-    plain = Schedule.plain([[_launch(problem, config, device, (group, k, c, 1))]])
-    return Schedule([], plain.steps, plain.whole, 0, 0, filter_last=[[_launch(problem, config, device, (group, *last))]])
+    return Schedule.reading(problem, lambda strides: [[_launch(problem, config, device, strides)]])
 
 
 def _launch(problem: ConvProblem, config: FewInputs, device: Device, filter_steps: tuple[int, int, int, int]) -> KernelLaunch:
@@ -216,9 +213,8 @@ def _launch(problem: ConvProblem, config: FewInputs, device: Device, filter_step
         copy_at=tile.copy_at, wide=wide, transposed_at=tile.transpose_at, **finish(problem),
     )  # fmt: skip
     defines = {"TYPE": ELEMENTS[problem.dtype], "BLOCK_N": config.BLOCK_N, "PLANES": int(planes), "PRODUCTS": products(problem)}
-    buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
     return KernelLaunch(
-        "few_inputs", defines, workers * tile.chunks, 32 * WARPS, buffers, (), shared=tile.shared, arguments=args,
+        "few_inputs", defines, workers * tile.chunks, 32 * WARPS, OPERANDS, (), shared=tile.shared, arguments=args,
         layer=finish_constants(args),
     )  # fmt: skip
 
@@ -279,7 +275,7 @@ def time(problem: ConvProblem, config: FewInputs, device: Device) -> float:
     each = COST.TILE_CYCLES + together * (multiplying + loading + storing)
     filled = together * config.BLOCK_N * _channels(problem) * math.prod(problem.filter_size) * COST.FILTER_CYCLES
     us = (ceil(tile.tiles, workers) * each + filled) / COST.CLOCK
-    moved = problem.itemsize * (math.prod(problem.input_shape) + math.prod(problem.result_shape) * (2 if problem.has_residual else 1))
+    moved = bytes_moved(problem)
     if float_planes:
         apart = max(0, moved - COST.FLOAT_CACHED) if _run(problem) < 16 // WORD else 0
         memory = (moved - apart) / COST.FLOAT_MEMORY + apart / COST.FLOAT_APART[config.COLUMNS]
