@@ -50,12 +50,16 @@ def sharing(options: Iterable[Sequence[tuple]], problem_of: Callable[..., ConvPr
     return found
 
 
-def check_epilogue(case: Case, mode: str, config: Any, activations: Sequence = ACTIVATIONS, computed: Callable[..., np.ndarray] = simt.computed) -> None:
+def check_epilogue(
+    case: Case, mode: str, config: Any, activations: Sequence = ACTIVATIONS, computed: Callable[..., np.ndarray] = simt.computed
+) -> None:
     """Bias, scale, residual and ReLU; then each activation, with a residual and without: on the simulated machine, or as `computed` does."""
     case = replace(case, bias=True)
     problem = replace(asked(case, mode), has_scale=True, has_residual=True, activation="relu")
     rng, dtype, k = np.random.default_rng(1), dtype_of(mode), (case.channels,)
-    x, w, b, s, r = (rng.integers(-3, 4, shape).astype(dtype) for shape in (case.input_shape, case.weight_shape, k, k, problem.result_shape))
+    x, w, b, s, r = (
+        rng.integers(-3, 4, shape).astype(dtype) for shape in (case.input_shape, case.weight_shape, k, k, problem.result_shape)
+    )
     each = (-1, *(1,) * case.ndim)
     ref = case.reference(x, w) * s.astype(float).reshape(each) + b.astype(float).reshape(each) + r.astype(float)
     assert_exact(computed(problem, config, x, w, b, s, r, seeds=(1,)), np.maximum(ref, 0))
@@ -112,8 +116,13 @@ def check_steps(program, kernel: str) -> None:
             mends = kernel == "hopper_gemm" and step.defines["OUT"] == 32 and not step.defines["BF16"]
             d = step.defines
             joins = kernel == "hopper_gemm" and d["OUT"] == 32 and not (d["BF16"] or d["PINGPONG"])  # its text may add parts
-            structs = phases + (phases > 1 and kernel in ("hopper_gemm", "hopper_dense")) + d.get("FLIPPED", 0)  # how phases are repeated, or tiles stored
-            assert len(step.structs) == structs + (phases + 1 if mends else 0) + joins and set(step.defines) - {"DTYPE", "INDEX_64"} == defaults and step.source()
+            repeats = phases > 1 and kernel in ("hopper_gemm", "hopper_dense")
+            structs = phases + repeats + d.get("FLIPPED", 0)  # how phases are repeated, or tiles stored
+            assert (
+                len(step.structs) == structs + (phases + 1 if mends else 0) + joins
+                and set(step.defines) - {"DTYPE", "INDEX_64"} == defaults
+                and step.source()
+            )
         assert all(isinstance(v, int) and -(2**63) <= v < 2**63 for v in step.numbers)
 
 

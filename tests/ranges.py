@@ -66,9 +66,17 @@ def data(name: str, case: Case) -> tuple:
         "zeros": lambda: (x * 0, w),
         "an image of zeros": lambda: (with_value(x, 1, 0), w),
         "a filter of zeros": lambda: (x, w * 0),
-        "channels of wide range": lambda: (x, with_value(w, (slice(None), 3), spread(w[:, 3].shape, -20, 18, rng)) if case.transposed else with_value(w, 3, spread(w[3].shape, -20, 18, rng))),
+        "channels of wide range": lambda: (
+            x,
+            with_value(w, (slice(None), 3), spread(w[:, 3].shape, -20, 18, rng))
+            if case.transposed
+            else with_value(w, 3, spread(w[3].shape, -20, 18, rng)),
+        ),
         "channels of their own ranges": lambda: (x, scaled(w, int(case.transposed), 10.0 ** np.linspace(-17, 17, 7))),
-        "both of their own ranges": lambda: (scaled(x, 0, [1e-17, 1e-9, 1e12, 1e17]), scaled(w, int(case.transposed), 10.0 ** np.linspace(-17, 17, 7))),
+        "both of their own ranges": lambda: (
+            scaled(x, 0, [1e-17, 1e-9, 1e12, 1e17]),
+            scaled(w, int(case.transposed), 10.0 ** np.linspace(-17, 17, 7)),
+        ),
         "small": lambda: (even(x.shape, exponent, rng), w),
         "small normals": lambda: (x * np.float32(2.0**exponent), w),
         "halves": lambda: (halves(x, exponent, rng), w),
@@ -128,7 +136,12 @@ def check_not_finite(case: Case | Filter, mode: str, run) -> None:
     clean = run(x, w, b)
     first = x.shape[1] - x.shape[1] // case.options.get("groups", 1)  # of the last group
     middle = tuple(n // 2 for n in w.shape[2:])
-    places = ((0, (1, min(2, x.shape[1] - 1), 3, 2)), (0, (1, first, 1, 1)), (1, (min(2, len(w) - 1), min(1, w.shape[1] - 1), *middle)), (1, (0,) * w.ndim))
+    places = (
+        (0, (1, min(2, x.shape[1] - 1), 3, 2)),
+        (0, (1, first, 1, 1)),
+        (1, (min(2, len(w) - 1), min(1, w.shape[1] - 1), *middle)),
+        (1, (0,) * w.ndim),
+    )
     for value, some in ((np.nan, places[::2]), (NAN_OF_A_GPU, places), (np.inf, places[::2]), (-np.inf, places[1::2])):
         for which, at in some:
             given = [x.copy(), w.copy()]
@@ -154,7 +167,12 @@ def check_met_only(case: Filter, mode: str, run) -> None:
         for of_x in (True, False):
             bad, marked = (x.copy(), dy.copy()), (x.copy(), dy.copy())
             marked[not of_x][:] = 0
-            at = (1, min(2, marked[not of_x].shape[1] - 1), 0, marked[not of_x].shape[3] - 1)  # in the last column of the first row: some taps never meet it
+            at = (
+                1,
+                min(2, marked[not of_x].shape[1] - 1),
+                0,
+                marked[not of_x].shape[3] - 1,
+            )  # in the last column of the first row: some taps never meet it
             bad[not of_x][at], marked[not of_x][at] = value, 1
             got, met = run(*bad), case.reference(*marked) != 0
             lost, taps = ~np.isfinite(got), tuple(range(2, met.ndim))

@@ -423,13 +423,12 @@ def covering(launches: list[KernelLaunch]) -> list[KernelLaunch]:
 
 
 def by_turns(*axes: Iterable[Any], rounds: int = 1) -> list[tuple]:
-    """All combinations where there is a GPU. PoCL takes a second for each: there, each value of the longest axis so many times, with others of each other axis."""
+    """All combinations where there is a GPU, or with `--all-texts`; else each value of the longest axis so many times, with others of the other axes."""
     values = [list(axis) for axis in axes]
     if all_texts or driver.why_not() is None:
         return list(itertools.product(*values))
-    longest = max(map(len, values))
-    turns = [(i, round_) for round_ in range(rounds) for i in range(longest)]
-    return list(dict.fromkeys(tuple(axis[(i + round_ * (len(axis) < longest)) % len(axis)] for axis in values) for i, round_ in turns))
+    turns = [(i, turn) for turn in range(rounds) for i in range(max(map(len, values)))]
+    return list(dict.fromkeys(tuple(axis[(i + turn * j) % len(axis)] for j, axis in enumerate(values)) for i, turn in turns))
 
 
 #: Texts in one run of nvcc, which takes half a second before it begins with the first.

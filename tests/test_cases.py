@@ -83,11 +83,23 @@ def launches_of(of: cases.Cases, run: cases.Run, with_moments: bool = False) -> 
 @pytest.mark.parametrize("of", with_("runs"))
 def test_the_runs_have_every_value_of_every_define(of):
     """Of a size that has more than three values, the smallest and the largest; of stages in shared memory any."""
-    launches = [launch for run in of.runs for launch in launches_of(of, run)] + [launch for run in of.noted for launch in launches_of(of, run, True)]
+    launches = [launch for run in of.runs for launch in launches_of(of, run)] + [
+        launch for run in of.noted for launch in launches_of(of, run, True)
+    ]
     met = {(launch.file or launch.kernel, *define) for launch in launches for define in launch.defines.items()}
     own = {file for file, *_ in met}
-    choices = [(family.file, name, values) for family in of.engine.variants(H200) if family.file in own for name, values in family.choices.items() if name != "STAGES"]
-    wanted = {(file, name, value) for file, name, values in choices for value in (values if len(values) <= 3 or name.endswith("TYPE") else (min(values), max(values)))}
+    choices = [
+        (family.file, name, values)
+        for family in of.engine.variants(H200)
+        if family.file in own
+        for name, values in family.choices.items()
+        if name != "STAGES"
+    ]
+    wanted = {
+        (file, name, value)
+        for file, name, values in choices
+        for value in (values if len(values) <= 3 or name.endswith("TYPE") else (min(values), max(values)))
+    }
     assert {(name, value) for _, name, value in wanted - met} == set(of.unseen)
 
 
@@ -115,7 +127,9 @@ def test_the_text_computes_the_convolution(of, run):
 def test_blocks_of_many_tiles_and_of_one(of, run, multiprocessors):
     case, mode, config = run
     arrays = case.integers(dtype_of(mode))
-    assert_exact(simt.computed(asked(case, mode), config, *arrays, seeds=(1,), multiprocessors=multiprocessors), case.reference(*arrays), config)
+    assert_exact(
+        simt.computed(asked(case, mode), config, *arrays, seeds=(1,), multiprocessors=multiprocessors), case.reference(*arrays), config
+    )
 
 
 @simulated
@@ -144,7 +158,15 @@ def test_moments_are_noted(of, run):
 
 
 @simulated
-@pytest.mark.parametrize(("of", "run", "name"), [pytest.param(of, run, name, id=f"{of}-{i}-{name}") for of in EVERY for i, (run, names) in enumerate(of.arguments) for name in names.split()])
+@pytest.mark.parametrize(
+    ("of", "run", "name"),
+    [
+        pytest.param(of, run, name, id=f"{of}-{i}-{name}")
+        for of in EVERY
+        for i, (run, names) in enumerate(of.arguments)
+        for name in names.split()
+    ],
+)
 def test_a_wrong_argument_is_noticed(of, run, name, monkeypatch):
     """Smaller by one, or larger by one: the results are others, or the machine says what a kernel must not do."""
     case, mode, config = run
@@ -181,7 +203,9 @@ def test_what_is_not_finite_reaches_its_own_results_only(of, run):
 
 def of_ranges(field: str, also: str = "") -> list:
     """A parameter for each range of numbers of a run."""
-    return [pytest.param(*one.values, scenario, id=f"{one.id}-{scenario}") for one in each(field, also=also) for scenario in one.values[1][3]]
+    return [
+        pytest.param(*one.values, scenario, id=f"{one.id}-{scenario}") for one in each(field, also=also) for scenario in one.values[1][3]
+    ]
 
 
 @simulated
@@ -208,7 +232,9 @@ def whole(name: str, number: int) -> np.ndarray:
     return simt.computed(asked(case, mode), config, *arrays, seeds=(0,), multiprocessors=broken.multiprocessors)
 
 
-BROKEN = [pytest.param(of, i, line, id=f"{of}-{line[0].strip()[:50]}") for of in EVERY for i, one in enumerate(of.broken) for line in one.lines]
+BROKEN = [
+    pytest.param(of, i, line, id=f"{of}-{line[0].strip()[:50]}") for of in EVERY for i, one in enumerate(of.broken) for line in one.lines
+]
 
 
 @simulated
@@ -231,7 +257,11 @@ def test_a_broken_kernel_is_noticed(of, number, line):
 # ---- what is legal, and the choice
 
 
-REFUSED = [pytest.param(problem_of(*what), config, reason, id=f"{of}-{reason}-{i}") for of in EVERY for i, (*what, config, reason) in enumerate(of.refused)]
+REFUSED = [
+    pytest.param(problem_of(*what), config, reason, id=f"{of}-{reason}-{i}")
+    for of in EVERY
+    for i, (*what, config, reason) in enumerate(of.refused)
+]
 
 
 @pytest.mark.parametrize(("problem", "config", "reason"), REFUSED)
@@ -246,7 +276,9 @@ def test_devices_that_have_it_and_others(of):
         assert (engines.refusal(asked(case, mode), config, like_h200(capability, backend)) is None) == runs, (capability, backend)
 
 
-@pytest.mark.parametrize(("of", "architecture"), [pytest.param(of, one, id=f"{of}-{one}") for of in EVERY if of.layers for one in of.layers.architectures])
+@pytest.mark.parametrize(
+    ("of", "architecture"), [pytest.param(of, one, id=f"{of}-{one}") for of in EVERY if of.layers for one in of.layers.architectures]
+)
 def test_choices_are_legal_and_their_texts_listed(of, architecture):
     """Of random layers: what is chosen is a candidate; candidates are legal, have a time, and one's launches are listed."""
     device, r, met = Target(architecture), random.Random(4), 0

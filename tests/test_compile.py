@@ -18,6 +18,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from reference import by_turns
 
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
@@ -491,8 +492,7 @@ TRAPS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("name", TRAPS)
+@pytest.mark.parametrize("name, how", by_turns(TRAPS, HOWS))
 def test_what_ends_a_chain(name, how):
     call, change, evaluated, trained = TRAPS[name]
     if name == "whole in autocast":
@@ -629,9 +629,9 @@ def told(m):
     )
 
 
-@WAYS
-@pytest.mark.parametrize("way", WRITES)
-def test_forwards_that_write(way, kind, how):
+@pytest.mark.parametrize("way, of", by_turns(WRITES, WAYS.args[1], rounds=2), ids=str)
+def test_forwards_that_write(way, of):
+    kind, how = of
     x = images(2, 3, 6, 6)
     for train in trainings(kind, how):
         torch._dynamo.reset()
@@ -671,9 +671,9 @@ def restored():
     globals()["SCALE"], SETTINGS["scale"] = 1.0, 1.0
 
 
-@WAYS
-@pytest.mark.parametrize("way", changes())
-def test_what_a_forward_reads_is_changed(way, kind, how, restored):
+@pytest.mark.parametrize("way, of", by_turns(changes(), WAYS.args[1], rounds=2), ids=str)
+def test_what_a_forward_reads_is_changed(way, of, restored):
+    kind, how = of
     x = images(2, 3, 6, 6)
     for train in trainings(kind, how):
         torch._dynamo.reset()
@@ -993,8 +993,7 @@ class Random(nn.Module):
         return sum(v.mean((2, 3)) for v in values[-4:]) / 10
 
 
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed, how", by_turns(range(16), HOWS))
 def test_random_graphs(seed, how):
     writes = seed % 2 == 0
     channels_last = seed % 4 > 1

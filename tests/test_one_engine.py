@@ -61,7 +61,11 @@ def test_dense_is_one_launch_unless_the_filter_is_transposed():
 
 def test_gather_is_one_launch_unless_the_filter_is_laid():
     def launched(number, mode):
-        return kernels(gather, asked(of_gather.SHAPES[number], mode), next(config for case, m, config in of_gather.EVERY if (case, m) == (of_gather.SHAPES[number], mode)))
+        return kernels(
+            gather,
+            asked(of_gather.SHAPES[number], mode),
+            next(config for case, m, config in of_gather.EVERY if (case, m) == (of_gather.SHAPES[number], mode)),
+        )
 
     one, two = ["hopper_gather"], ["transpose_filter", "hopper_gather"]
     assert launched(0, "fp16 last") == [two, one]
@@ -91,7 +95,10 @@ def test_few_pixels_of_many_channels_are_shared_by_clusters():
 def test_what_packed_filters_of_dense_share():
     deep, other = fprop((4, 64, 8, 8), (64, 64, 3, 3)), fprop((1, 64, 20, 9), (64, 64, 3, 3))
     assert len({engines.filter_key(asked(case, mode), DenseNhwc()) for case in (deep, other) for mode in ("tf32 last", "fp16 last")}) == 2
-    orders = [dense.sum_order(asked(deep, "fp16 last"), config) for config in (DenseNhwc(64, 64, 4), DenseNhwc(128, 96, 3), DenseNhwc(64, 64, 4, 2))]
+    orders = [
+        dense.sum_order(asked(deep, "fp16 last"), config)
+        for config in (DenseNhwc(64, 64, 4), DenseNhwc(128, 96, 3), DenseNhwc(64, 64, 4, 2))
+    ]
     assert orders[0] == orders[1] != orders[2]
 
 
@@ -222,11 +229,30 @@ def test_every_kind_of_gradient_is_among_the_cases():
     of = {name: [launch.structs[0] for launch in launches if launch.kernel == name] for name in {launch.kernel for launch in launches}}
     assert set(of) == {"hopper_wgrad", "hopper_wgrad_reduce", "hopper_wgrad_add", "fold_channels"}
     copied, sums = of["fold_channels"], of["hopper_wgrad"]
-    assert {one.taps_fastest for one in sums} == {one.taps_inner for one in sums} == {0, 1} and {one.spatial_dims for one in sums} == {0, 1, 2, 3}
-    assert {one.channels % 4 for one in of["hopper_wgrad_add"]} == {0, 1, 2, 3} and max(one.tiles_t for one in of["hopper_wgrad_reduce"]) == 2
-    assert {one.chunks == 1 for one in copied} == {one.stride_h > 1 for one in copied} == {one.dilation_w > 1 for one in copied} == {True, False}
-    assert {one.taps > 1 for one in sums} == {one.group_packs > 1 for one in sums} == {one.own_columns < one.columns for one in sums} == {True, False}
-    assert {one.tiles_m > 1 for one in sums} == {one.tiles_n > 1 for one in sums} == {one.stages < one.splits for one in sums} == {True, False}
+    assert {one.taps_fastest for one in sums} == {one.taps_inner for one in sums} == {0, 1} and {one.spatial_dims for one in sums} == {
+        0,
+        1,
+        2,
+        3,
+    }
+    assert {one.channels % 4 for one in of["hopper_wgrad_add"]} == {0, 1, 2, 3} and max(
+        one.tiles_t for one in of["hopper_wgrad_reduce"]
+    ) == 2
+    assert (
+        {one.chunks == 1 for one in copied}
+        == {one.stride_h > 1 for one in copied}
+        == {one.dilation_w > 1 for one in copied}
+        == {True, False}
+    )
+    assert (
+        {one.taps > 1 for one in sums}
+        == {one.group_packs > 1 for one in sums}
+        == {one.own_columns < one.columns for one in sums}
+        == {True, False}
+    )
+    assert (
+        {one.tiles_m > 1 for one in sums} == {one.tiles_n > 1 for one in sums} == {one.stages < one.splits for one in sums} == {True, False}
+    )
     assert {wgrad_form.fold_level(asked(case, mode).launched) for case, mode, _ in runs} == {0, 1, 2}
     assert {wgrad_form.fold_level(wgrad_form.flip(case.problem().launched)) for case in of_wgrad.FEW} == {0, 1, 2}
 
@@ -235,7 +261,9 @@ def test_the_workspace_of_a_gradient_holds_its_parts_and_copies():
     for case, mode, config in of_wgrad.CASES.runs:
         program = wgrad.schedule(asked(case, mode).launched, config, H200)
         launches = [launch for step in program.whole for launch in step]
-        parts = [4 * one.structs[0].splits * one.structs[0].size for one in launches if one.kernel == "hopper_wgrad" and one.buffers[0] != RESULT]
+        parts = [
+            4 * one.structs[0].splits * one.structs[0].size for one in launches if one.kernel == "hopper_wgrad" and one.buffers[0] != RESULT
+        ]
         copies = [16 * one.arguments.words for one in launches if one.kernel == "fold_channels"]
         assert program.workspace_bytes == sum(-(-nbytes // 256) * 256 for nbytes in parts + copies)
 
