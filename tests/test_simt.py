@@ -112,6 +112,7 @@ def planned(case: Case, mode: str) -> list[ImplicitGemm]:
 IMPLICITS = [
     *sample(implicit.SHAPES[2::12], list(TILES), planned),
     *implicit.PINGPONG[1 :: max(len(implicit.PINGPONG) // 2, 1)],
+    *implicit.TWINS[:: max(len(implicit.TWINS) // 3, 1)],
 ]  # fmt: skip
 
 

@@ -107,6 +107,8 @@ PAIRED, PHASED_TILE = 0.92, 1.2
 PARTS_OF_SECTORS = 2.6e6  # bytes of sectors that memory writes in a microsecond where each phase writes a part of a sector
 #: Relative times of ping-pong tiles: of products and of stores that overlap, and of stores where these take longer than the products.
 PINGPONG_PRODUCT, PINGPONG_STORE, PINGPONG_ALONE = 1.15, 0.54, 1.15
+#: The same of twins: of products and of stores, each of two blocks.
+TWIN_PRODUCT, TWIN_STORE = 1.05, 0.4
 #: Elements of a residual that a microsecond adds to other tiles; and how many times as long it takes one element at a time.
 JOINED_PLANES, JOINED_APART = 4.7e3, 2.33
 #: For 16-bit channels-last results: TILE_TIME; the rate `stored` of TMA's stores, of other stores, and of phases' scattered stores; and the
@@ -225,6 +227,8 @@ def _product_time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: i
         product = ceil(steps, config.SPLIT) * step
         if config.is_pingpong:  # stores slow the other consumer's products down, but only the last ones are waited for
             return max(PINGPONG_PRODUCT * product + PINGPONG_STORE * stores, PINGPONG_ALONE * between)
+        if config.is_twin:  # a round of both blocks
+            return max(2 * (TWIN_PRODUCT * product + TWIN_STORE * stores), product + between)
         return product + between
 
     # bytes of a stage that are loaded for the same pixels only; wgrad's pixels are taps, which share most of theirs
@@ -236,13 +240,14 @@ def _product_time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: i
     for group, stages in _stages_of_launches(problem):
         works = [sum(map(tile_time, stages[i : i + at_once])) for i in range(0, len(group), at_once)]
         tiles = math.prod(tiles_of(problem, config, group)) * problem.groups * config.SPLIT
-        grid, all_phases = grid_of(problem, group, tiles, multiprocessors), phases_with_repeats(problem, group)
+        grid = grid_of(problem, group, tiles, config.blocks * multiprocessors)
+        all_phases = phases_with_repeats(problem, group)
         rounds = ceil(tiles * all_phases // at_once, grid)
         if joins(problem, config):
             joined += parts_bytes(config) * ceil(tiles * all_phases, config.SPLIT * grid)
         # a block takes tiles of all phases in turn, equally many of each
         own = max(max(works), rounds * sum(works) / len(works)) + (between if config.is_pingpong else 0)
-        longest, shared = max(longest, own), shared + own * grid / multiprocessors
+        longest, shared = max(longest, own), shared + own * grid / multiprocessors / config.blocks
         _, across = tiles_of(problem, config, group)
         from_cache += across * problem.groups * sum(stages) / len(addressings) * of_pixels
     return max(longest, shared, between + from_cache / CACHE_RATE), joined
