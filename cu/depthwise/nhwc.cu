@@ -62,14 +62,14 @@ typedef struct DepthwiseArguments {
 #define TILE_COLUMN(j, s) (((j) - (s)) / STRIDE)
 #define MEETS(i, r) ((i) >= (r) && ((i) - (r)) % STRIDE == 0)
 #endif
-#define AHEAD (STRIDE > 1 ? 0 : 1)  // rows that are loaded before they are needed
+// Rows that are loaded before they are needed. A small tile waits once for all that registers hold.
+#define FITTING_ROWS (72 / (COLUMNS_READ * V * (DTYPE < 32 ? 2 : 4) / 4))
+#define AHEAD (TILE_Q == 4 ? (STRIDE > 1 ? 0 : 1) : FITTING_ROWS < ROWS_READ ? FITTING_ROWS : ROWS_READ)
 #define LOAD_ROW(i)                                                                                                            \
   {                                                                                                                            \
     const int h = h0 + (i), there = mine && (unsigned)h < (unsigned)h_end;                                                     \
     const index_t line = image + (index_t)h * w_end;                                                                           \
-    _Pragma("unroll") for (int j = 0; j < COLUMNS_READ; ++j)                                                                   \
-      if (there && (unsigned)(w0 + j) < (unsigned)w_end) rows[i][j] = CHANNELS(x, (line + w0 + j) * c_all + c);                \
-      else rows[i][j] = NO_CHANNELS;                                                                                           \
+    LOAD_COLUMNS(rows[i], COLUMNS_READ, x + ((line + w0) * c_all + c), c_all, there && (unsigned)(w0 + j) < (unsigned)w_end)   \
   }
 #endif
 
