@@ -74,87 +74,62 @@ typedef DensePhase Phase;
 
 constexpr int TRANSPOSERS = TURNED ? 3 : 0, THREADS = CONSUMER_THREADS + 32 + 32 * TRANSPOSERS;
 
-struct Maps {
-  CUtensorMap of[PHASES], last[PHASES];  // with rows of 128 bytes, and with the rows of a tap's last stage
+// An array of pixels and its filter: maps of stages with rows of 128 bytes, and of a tap's last stage.
+struct Source {
+  CUtensorMap of[PHASES], last[PHASES], whole_filter, last_filter;
 };
-struct FilterMaps {
-  CUtensorMap whole, last;
+struct Sources {
+  Source of[SEGMENTS];
 };
-
-// ---- the producer
 
 // Blocks that a tile has of an MN-major filter.
 DEVICE int blocks_of(const Phase& shape, const Tile& of) { return min(MN_BLOCKS, ((int)shape.rows - of.channel + MN_CHANNELS - 1) / MN_CHANNELS); }
 
-#if SEGMENTS > 1
-// The stages of the first array, then those of the one behind.
-DEVICE void produce(const Maps& maps, const FilterMaps& maps_w, const Maps& maps_behind, const FilterMaps& maps_w_behind, const Shapes& shapes, const Ring& ring) {
-  Ring::Position at;
-  for (int tile = first_tile(), tiles = all_tiles(shapes); tile < tiles; tile = next_tile(tile)) {
-    const Tile of(shapes, tile);
-    const DensePhase &shape = shapes.of[0], &behind = shapes.behind;
-    const StageRange range = range_of(shape);
-    const int own = (int)shape.blocks - (int)behind.blocks, bytes = (BLOCK_M + min(BLOCK_N, (int)shape.rows)) * 128;
-    auto load = [&](const DensePhase& from, const CUtensorMap* map_x, const CUtensorMap* map_w, int first, int last) {
-      const LoadBase base(from, of.pixel);
-      Taps walk(from, first, 0);
-      fill_stages(ring, at, first, last, [&](int, uint32_t a, uint32_t arrived) {
-        barrier_expect(arrived, bytes);
-        load_im2col((int)from.spatial_dims, a, map_x, arrived, walk.c * BLOCK_K, base, walk.x_s, walk.x_r, walk.x_t);
-        load_box(a + A_BYTES, map_w, arrived, walk.c * BLOCK_K, walk.tap, of.channel);
-        walk.next();
-      });
-    };
-    load(shape, maps.of, &maps_w.whole, min(range.first, own), min(range.last, own));
-    load(behind, maps_behind.of, &maps_w_behind.whole, max(range.first - own, 0), max(range.last - own, 0));
-  }
-}
-#else
-// `raw` is the first of the barriers of the filter, where it is transposed.
-DEVICE void produce(const Maps& maps, const FilterMaps& maps_w, const Shapes& shapes, const Ring& ring, [[maybe_unused]] uint32_t raw) {
+// The producer. `raw` is the first of the barriers of the filter, where it is transposed.
+DEVICE void produce(const Sources& sources, const Shapes& shapes, const Ring& ring, [[maybe_unused]] uint32_t raw) {
   Ring::Position at;
   for (int tile = first_tile(), tiles = all_tiles(shapes); tile < tiles; tile = next_tile(tile)) {
     const Tile of(shapes, tile);
     const DensePhase& shape = shapes.of[of.phase];
     const StageRange range = range_of(shape);
-    const LoadBase base(shape, of.pixel);
-    Taps walk(shape, range.first, taps_apart(shapes, of));
-    const int channel_blocks = (int)shape.channel_blocks, spatial_dims = (int)shape.spatial_dims;
     const int of_group = Divided(of.channel, (int)shape.group_rows, shape.by_group_rows).quotient * (int)shape.group_channels;
-#if W_MN_MAJOR
-    const int filter_blocks = blocks_of(shape, of);
-#endif
-    fill_stages(ring, at, range.first, range.last, [&](int, uint32_t a, uint32_t arrived) {
-      const uint32_t b = a + A_BYTES;
-      const bool whole = span_of(LAST) == 128 || walk.c + 1 < channel_blocks;
-      const int span = whole ? 128 : span_of(LAST);  // bytes of a row
-      const CUtensorMap *const map_x = (whole ? maps.of : maps.last) + of.phase, *const map_w = whole ? &maps_w.whole : &maps_w.last;
-#if W_MN_MAJOR
-      const int filter_bytes = filter_blocks * (MN_BLOCK * span / 128);
-#else
-      const int filter_bytes = min(BLOCK_N, (int)shape.rows) * span;
-#endif
-      const uint32_t filter_arrived = TURNED ? raw + 8 * at.stage : arrived;
-      barrier_expect(arrived, BLOCK_M * span + (TURNED ? 0 : filter_bytes));
-      if (TURNED) barrier_expect(filter_arrived, filter_bytes);
-      load_im2col(spatial_dims, a, map_x, arrived, of_group + walk.c * BLOCK_K, base, walk.x_s, walk.x_r, walk.x_t);
-#if W_MN_MAJOR
+    [[maybe_unused]] const int filter_blocks = W_MN_MAJOR ? blocks_of(shape, of) : 0;
+    // Loads the stages [first, last) of a source.
+    auto load = [&](const Source& source, const DensePhase& from, int first, int last) {
+      const LoadBase base(from, of.pixel);
+      Taps walk(from, first, taps_apart(shapes, of));
+      const int channel_blocks = (int)from.channel_blocks, spatial_dims = (int)from.spatial_dims;
+      fill_stages(ring, at, first, last, [&](int, uint32_t a, uint32_t arrived) {
+        const uint32_t b = a + A_BYTES;
+        const bool whole = span_of(LAST) == 128 || walk.c + 1 < channel_blocks;
+        const int span = whole ? 128 : span_of(LAST);  // bytes of a row
+        const CUtensorMap *const map_x = (whole ? source.of : source.last) + of.phase, *const map_w = whole ? &source.whole_filter : &source.last_filter;
+        const int filter_bytes = W_MN_MAJOR ? filter_blocks * (MN_BLOCK * span / 128) : min(BLOCK_N, (int)shape.rows) * span;
+        const uint32_t filter_arrived = TURNED ? raw + 8 * at.stage : arrived;
+        barrier_expect(arrived, BLOCK_M * span + (TURNED ? 0 : filter_bytes));
+        if (TURNED) barrier_expect(filter_arrived, filter_bytes);
+        load_im2col(spatial_dims, a, map_x, arrived, of_group + walk.c * BLOCK_K, base, walk.x_s, walk.x_r, walk.x_t);
+        if constexpr (W_MN_MAJOR) {
 #pragma unroll
-      for (int block = 0; block < MN_BLOCKS; ++block)
-        if (block < filter_blocks) load_box(b + block * MN_BLOCK, map_w, filter_arrived, of.channel + MN_CHANNELS * block, walk.tap, walk.c * BLOCK_K);
+          for (int block = 0; block < MN_BLOCKS; ++block)
+            if (block < filter_blocks) load_box(b + block * MN_BLOCK, map_w, filter_arrived, of.channel + MN_CHANNELS * block, walk.tap, walk.c * BLOCK_K);
+        } else {
+          load_box(b, map_w, filter_arrived, walk.c * BLOCK_K, walk.tap, of.channel);
+        }
+        walk.next();
+      });
+    };
+#if SEGMENTS > 1
+    const int own = (int)shape.blocks - (int)shapes.behind.blocks;
+    load(sources.of[0], shape, min(range.first, own), min(range.last, own));
+    load(sources.of[1], shapes.behind, max(range.first - own, 0), max(range.last - own, 0));
 #else
-      load_box(b, map_w, filter_arrived, walk.c * BLOCK_K, walk.tap, of.channel);
+    load(sources.of[0], shape, range.first, range.last);
 #endif
-      walk.next();
-    });
   }
 }
-#endif
 
-#if W_MN_MAJOR && TYPE == 32
-// ---- the warps that transpose the filter
-
-// The warps take the stages' blocks in turn, 32 rows of k x 32 channels.
+// The warps that transpose the filter take the stages' blocks in turn, 32 rows of k x 32 channels.
 DEVICE void turn(const Shapes& shapes, const Ring& ring, uint32_t raw) {
   Ring::Position at;
   int block = threadIdx.x / 32 - CONSUMER_THREADS / 32 - 1;
@@ -175,19 +150,14 @@ DEVICE void turn(const Shapes& shapes, const Ring& ring, uint32_t raw) {
     }
   }
 }
-#endif
 
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCK_M == 64 ? 2 : 1)
-    hopper_dense(const __grid_constant__ Maps maps_x, const __grid_constant__ FilterMaps maps_w,
-#if SEGMENTS > 1
-                    const __grid_constant__ Maps maps_behind, const __grid_constant__ FilterMaps maps_w_behind,
-#endif
-                    const data_t* __restrict__ bias,
-                    const data_t* __restrict__ scale, const data_t* residual, data_t* __restrict__ y,
+    hopper_dense(const __grid_constant__ Sources sources, const data_t* __restrict__ bias, const data_t* __restrict__ scale, const data_t* residual,
+                 data_t* __restrict__ y,
 #if EMIT_MOMENTS
-                    float* __restrict__ moments,
+                 float* __restrict__ moments,
 #endif
-                    const __grid_constant__ Shapes shapes) {
+                 const __grid_constant__ Shapes shapes) {
   extern __shared__ uint8_t dynamic[];
   __shared__ alignas(8) uint64_t barriers[(TURNED ? 3 : 2) * STAGES];
   const uint32_t raw = shared_address(barriers) + 16 * STAGES;
@@ -202,20 +172,17 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCK_M == 64
   for (int i = 0; TURNED && threadIdx.x == 0 && i < STAGES; ++i) barrier_init(raw + 8 * i, 1);
   begin_block(ring, TURNED ? 1 + MN_BLOCKS : 1, CONSUMERS, [&] {
     const bool whole = span_of(LAST) == 128 || (int)shapes.of[0].channel_blocks > 1;
-    prefetch_map(whole ? &maps_w.whole : &maps_w.last);
-    for (int phase = 0; phase < PHASES; ++phase) prefetch_map((whole ? maps_x.of : maps_x.last) + phase);
+    const Source& first = sources.of[0];
+    prefetch_map(whole ? &first.whole_filter : &first.last_filter);
+    for (int phase = 0; phase < PHASES; ++phase) prefetch_map((whole ? first.of : first.last) + phase);
   });
   if (threadIdx.x < CONSUMER_THREADS) {
     consume([](int) {}, shapes, ring, sums, staging, scale, bias, residual, y, wanted_moments);
   } else {
-#if SEGMENTS > 1
-    if (threadIdx.x == CONSUMER_THREADS) produce(maps_x, maps_w, maps_behind, maps_w_behind, shapes, ring);
-#else
-    if (threadIdx.x == CONSUMER_THREADS) produce(maps_x, maps_w, shapes, ring, raw);
-#endif
-#if W_MN_MAJOR && TYPE == 32
-    if (threadIdx.x >= CONSUMER_THREADS + 32) turn(shapes, ring, raw);
-#endif
+    if (threadIdx.x == CONSUMER_THREADS) produce(sources, shapes, ring, raw);
+    if constexpr (TURNED) {
+      if (threadIdx.x >= CONSUMER_THREADS + 32) turn(shapes, ring, raw);
+    }
     await_cluster_sums();
   }
   cluster_sync_at_exit();
