@@ -820,7 +820,8 @@ def dense_product(step, memory: Memory) -> None:
     w_maps, x_maps = step.maps[2 * phases :], list(zip(step.maps[:phases], step.maps[phases : 2 * phases], strict=True))
     shapes, repeats = step.structs[: define["PHASES"]], turns_of(step, step.structs[-1]) if define["PHASES"] > 1 else [(0, 0, 0, 0)]
     rows, columns, cluster = define["BLOCK_M"], define["BLOCK_N"], define["CLUSTER"]
-    tiles = sum(s.tiles for s in shapes)
+    tiles, each = sum(s.tiles for s in shapes), 2 if define.get("PAIR") else 1  # blocks that load a tile's pixels together
+    assert each == 1 or (cluster == phases == 1 and shapes[0].tiles_n % 2 == step.grid % 2 == 0 and shapes[0].spatial_dims < 3)
     assert len(step.structs) == phases + (phases > 1) and len(w_maps) == 2 and step.shared <= MOST_SHARED
     assert step.block == 2 * rows + 32 + (96 if define["W_MN_MAJOR"] and define["TYPE"] == 32 else 0)
     assert step.grid == tiles * cluster if cluster > 1 else 1 <= step.grid <= tiles
@@ -834,7 +835,7 @@ def dense_product(step, memory: Memory) -> None:
     for of_x, shape in zip(x_maps, shapes, strict=True):
         one = replace(step, arguments=shape, maps=(*of_x, *w_maps))
         s = named(one)
-        assert all(x_map.box.pixels == rows for x_map in of_x) and [x_map.box.channels for x_map in of_x] == [wide, last] and s.part * cluster >= s.blocks
+        assert all(x_map.box.pixels == rows // each for x_map in of_x) and [x_map.box.channels for x_map in of_x] == [wide, last] and s.part * cluster >= s.blocks
         assert s.last_steps == shapes[0].last_steps
         for described in one.maps:
             check_map(described, memory)
@@ -848,9 +849,11 @@ def dense_product(step, memory: Memory) -> None:
 def dense_tile(step, s, memory: Memory, pixel0: int, channel0: int) -> None:
     define, kind = step.defines, ELEMENT[step.defines["TYPE"]]
     rows, columns, wide = define["BLOCK_M"], define["BLOCK_N"], step.maps[0].box.channels
-    image, inner = divmod(pixel0, s.load_plane)
-    start = (inner % s.load_q * s.stride_w + s.low_w, inner % s.load_pq // s.load_q * s.stride_h + s.low_h, inner // s.load_pq * s.stride_d + s.low_d)
-    start = (*start[: s.spatial_dims], image)
+    starts = []
+    for first in range(pixel0, pixel0 + rows, step.maps[0].box.pixels):  # where each block of a pair begins
+        image, inner = divmod(first, s.load_plane)
+        start = (inner % s.load_q * s.stride_w + s.low_w, inner % s.load_pq // s.load_q * s.stride_h + s.low_h, inner // s.load_pq * s.stride_d + s.low_d)
+        starts.append((*start[: s.spatial_dims], image))
     columns = min(columns, s.rows - channel0 if define["W_MN_MAJOR"] else s.rows)  # what nobody loads has no sums
     total, stages = np.zeros((rows, columns)), {0: ([], []), 1: ([], [])}  # of rows of 128 bytes, and a tap's last ones
     for block in range(s.blocks):
@@ -868,7 +871,7 @@ def dense_tile(step, s, memory: Memory, pixel0: int, channel0: int) -> None:
             b.append(boxed(w_map, memory, (c * wide, w_tap, channel0))[:, 0])
     for which, (loads, b) in stages.items():
         if loads:
-            multiply(total, [load_im2col(step.maps[which], memory, [start], loads)], [np.concatenate(b, axis=1)])
+            multiply(total, [load_im2col(step.maps[which], memory, starts, loads)], [np.concatenate(b, axis=1)])
     pixel, k = np.arange(pixel0, min(pixel0 + rows, s.pixels))[:, None], np.arange(channel0, min(channel0 + columns, s.rows))[None]
     number, inner = np.divmod(pixel, s.plane)
     place = number * s.out_size + s.out_base + inner // s.pq * s.out_d + inner % s.pq // s.q * s.out_h + inner % s.q * s.out_w

@@ -32,7 +32,7 @@ from test_implicit_gemm import (
 
 from pycuda_conv import ConvProblem, Plan, engines
 from pycuda_conv.engines.hopper import dense as dn
-from pycuda_conv.engines.hopper.dense import DenseNhwc
+from pycuda_conv.engines.hopper.dense import DenseNhwc, DensePairs
 
 MODES = tuple(mode for mode, dtype in (("tf32 last", "float32"), ("fp16 last", "float16"), ("bf16 last", "bfloat16")) if dtype in DTYPES)
 
@@ -76,6 +76,22 @@ def test_the_plan_computes_the_convolution(case, mode):
         arrays = case.normals("float32", seed=1)
         ref = case.reference(*arrays)
         assert_close(emulated(case, mode, arrays, found[0], keep=False), ref, limbs_bound(case, mode, *arrays[:2], ref), found[0])
+
+
+PAIRS = [  # neighbouring tiles whose pixels two blocks load for each other: tails of pixels and channels, taps, both directions
+    (case, mode, config) for case, config in (
+        (fprop((3, 72, 7, 9), (136, 72, 1, 1)), DensePairs(128, 128, 3)), (fprop((2, 40, 9, 8), (88, 40, 3, 2), padding=1), DensePairs(64, 64, 2)),
+        (fprop((2, 136, 13, 9), (200, 136, 1, 1), stride=2), DensePairs(128, 64, 4)), (fprop((3, 64, 21), (70, 64, 3), dilation=2), DensePairs(64, 64, 3)),
+        (dgrad((2, 72, 7, 5), (72, 80, 3, 3), padding=1), DensePairs(128, 64, 3)), (dgrad((1, 136, 7, 9), (136, 256, 1, 1)), DensePairs(64, 64, 2)),
+    ) for mode in MODES if dn.refusal(asked(case, mode), config) is None
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "mode", "config"), PAIRS, ids=[f"{mode}-{case}" for case, mode, _ in PAIRS])
+def test_pairs_of_tiles(case, mode, config):
+    arrays = case.integers(dtype_of(mode))
+    for multiprocessors in (2, 3, 132):
+        assert_exact(emulated(case, mode, arrays, config, multiprocessors=multiprocessors), case.reference(*arrays), config)
 
 
 def test_every_kind_of_case_is_among_them():

@@ -16,7 +16,7 @@ import test_pointwise as pointwise
 from alike import sharing
 from reference import ACTIVATIONS, DTYPES, EPS, Case, activated, assert_close, assert_exact, dgrad, fprop
 from test_dense_nhwc import CASES as DENSE
-from test_dense_nhwc import MODES, tiles
+from test_dense_nhwc import MODES, PAIRS, tiles
 from test_implicit_gemm import TILES, asked, check_moments, dtype_of
 
 from pycuda_conv.engines import packing, split_sum
@@ -51,7 +51,7 @@ def check(case: Case, mode: str, config, seeds=(1, 2, 3), **options) -> None:
 
 # ---- hopper/dense.cu, transpose_filter.cu
 
-DENSES = sample(DENSE, MODES, tiles)
+DENSES = [*sample(DENSE, MODES, tiles), *PAIRS[::2]]
 
 
 @pytest.mark.parametrize(("case", "mode", "config"), DENSES, ids=ids(DENSES))

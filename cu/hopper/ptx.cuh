@@ -13,6 +13,13 @@ DEVICE void barrier_expect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 DEVICE void barrier_arrive(uint32_t barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory"); }
+// the same at the barrier of block `rank` of the cluster that lies where `barrier` does in one's own. It orders nothing beyond the block: at the
+// cluster's scope an arrival would wait for all stores to global memory.
+DEVICE void barrier_arrive_of_rank(uint32_t barrier, int rank) {
+  uint32_t there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(barrier), "r"(rank));
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
+}
 DEVICE bool barrier_try(uint32_t barrier, uint32_t parity) {
   uint32_t done;
   asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
@@ -66,6 +73,17 @@ DEVICE void load_im2col(uint32_t to, const CUtensorMap* map, uint32_t barrier, i
   }
 }
 
+// The same into both blocks of a pair, each of whose barriers counts the bytes.
+template <int axes> DEVICE void load_im2col_of_pair(uint32_t to, const CUtensorMap* map, uint32_t barrier, int c, int w, int h, int n, int s, int r) {
+  if constexpr (axes == 1) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5}], [%2], {%6}, %7;"
+                 ::"r"(to), "l"(map), "r"(barrier), "r"(c), "r"(w), "r"(n), "h"((uint16_t)s), "h"((uint16_t)3) : "memory");
+  } else {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], {%7, %8}, %9;"
+                 ::"r"(to), "l"(map), "r"(barrier), "r"(c), "r"(w), "r"(h), "r"(n), "h"((uint16_t)s), "h"((uint16_t)r), "h"((uint16_t)3) : "memory");
+  }
+}
+
 // Where the loads of an output pixel begin; `shape` is a LoadedPixels.
 struct LoadBase {
   int image, w, h, d;
@@ -82,6 +100,10 @@ DEVICE void load_im2col(int axes, uint32_t to, const CUtensorMap* map, uint32_t 
   if (axes == 1) load_im2col<1>(to, map, barrier, c, base.w, base.h, base.d, base.image, s, r, t);
   if (axes == 2) load_im2col<2>(to, map, barrier, c, base.w, base.h, base.d, base.image, s, r, t);
   if (axes == 3) load_im2col<3>(to, map, barrier, c, base.w, base.h, base.d, base.image, s, r, t);
+}
+DEVICE void load_im2col_of_pair(int axes, uint32_t to, const CUtensorMap* map, uint32_t barrier, int c, const LoadBase& base, int s, int r) {
+  if (axes == 1) load_im2col_of_pair<1>(to, map, barrier, c, base.w, base.h, base.image, s, r);
+  if (axes == 2) load_im2col_of_pair<2>(to, map, barrier, c, base.w, base.h, base.image, s, r);
 }
 
 // ---- tensor stores: a box of shared memory to a tensor map; elements outside the tensor are not written

@@ -85,6 +85,8 @@ TILES: dict[tuple[int, int], tuple[int, ...]] = {
     **{(128, columns): (1,) for columns in (32, 64, 96, 160, 192, 256)}, (128, 128): (1, 2, 4),
     **{(64, columns): CLUSTERS for columns in (32, 64)}, (64, 96): (1, 8),
 }  # fmt: skip
+#: Those of pairs: BLOCK_M, BLOCK_N.
+PAIRED_TILES = (128, 128), (128, 64), (64, 64)
 #: The same for phases, whose results are seldom wide.
 PHASED_TILES: dict[tuple[int, int], tuple[int, ...]] = {
     (128, 64): (1,), (128, 128): (1,), (64, 32): (1, 2, 8), (64, 64): (1, 8), (64, 128): (1,),
@@ -112,10 +114,15 @@ class DenseNhwc(Config):
     CLUSTER: int = 1
 
 
-CONFIGS = (DenseNhwc,)
+@dataclass(frozen=True)
+class DensePairs(DenseNhwc):
+    """The same where two blocks of a cluster load the pixels of two neighbouring tiles for each other."""
+
+
+CONFIGS = (DenseNhwc, DensePairs)
 LAYOUTS = ("NHWC",)
 TENSOR_CORES = True
-MOST_VARIANTS = {"cuda": 158}
+MOST_VARIANTS = {"cuda": 173}
 
 
 # ---- what runs
@@ -180,7 +187,20 @@ def refusal(problem: ConvProblem, config: DenseNhwc) -> str | None:
         return f"a tile of up to 128 channels is shared by {', '.join(map(str, CLUSTERS))} blocks"
     if config.CLUSTER > 1 and sum_bytes(config.BLOCK_M, config.BLOCK_N) > config.STAGES * _ring(config, False).stage:
         return "its ring leaves no room for the sums of a tile that is shared"
+    if isinstance(config, DensePairs) and (reason := _no_pairs(problem, config)):
+        return reason
     return _ring(config, _reads_mn_major(problem)).refusal(config.STAGES, config.CLUSTER)
+
+
+def _no_pairs(problem: ConvProblem, config: DensePairs) -> str | None:
+    """Why tiles can't be paired, or None if they can."""
+    if config.CLUSTER > 1 or (config.BLOCK_M, config.BLOCK_N) not in PAIRED_TILES:
+        return "pairs are of whole sums, and of tiles of " + ", ".join(f"{rows}x{columns}" for rows, columns in PAIRED_TILES)
+    if problem.groups > 1 or count_phases(problem) > 1 or _addressed(problem)[1][0].spatial_dims > 2:
+        return "pairs are of one group and one phase, along up to two axes"
+    if problem.direction == "dgrad" and problem.itemsize == 4:
+        return "in float32 pairs go forwards"
+    return "pairs have equally many tiles" if ceil(problem.result_channels, config.BLOCK_N) % 2 else None
 
 
 def _blocks_per_sm(config: DenseNhwc) -> int:
@@ -250,7 +270,8 @@ SIDES = (64, 64), (128, 128)
 
 def adds_border(source: ConvProblem, problem: ConvProblem, config: DenseNhwc) -> bool:
     """Whether :func:`schedule` takes the image of `source`, which has a border, for the wider one of `problem`: sums are whole there."""
-    return config.CLUSTER == 1 and not source.input_dtype and why_not(problem) is None and regions(source) is not None
+    alone = config.CLUSTER == 1 and not isinstance(config, DensePairs)
+    return alone and not source.input_dtype and why_not(problem) is None and regions(source) is not None
 
 
 SIDES_TIME = 1.5  # microseconds of each launch of a result's sides, beside that of the interior
@@ -347,7 +368,8 @@ def _product(
     rows = ROW, _last_row(problem)
     maps = []
     for row in rows:
-        images = [image_map(problem, INPUT, unpacked, addressing, config.BLOCK_M, row) for addressing in addressings]
+        loaded = config.BLOCK_M // 2 if isinstance(config, DensePairs) else config.BLOCK_M
+        images = [image_map(problem, INPUT, unpacked, addressing, loaded, row) for addressing in addressings]
         if sides:
             seen = [(side.addressing, (side.first, side.length)) for side in sides]
             images = [image_map(problem, INPUT, unpacked, addressing, config.BLOCK_M, row, part) for addressing, part in seen]
@@ -357,11 +379,12 @@ def _product(
     if phases > 1:
         structs += (repeat_arguments(problem, unpacked, 1, repeats(problem)),)
     tiles, transposing = sum(phase.tiles for phase in args), mn_major and problem.itemsize == 4
-    fitting = multiprocessors * _blocks_per_sm(config)
+    fitting = multiprocessors * _blocks_per_sm(config) // 2 * 2  # pairs are whole
     grid = tiles * config.CLUSTER if config.CLUSTER > 1 else min(tiles, fitting)
     defines = {
         "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "STAGES": config.STAGES, "TYPE": ELEMENTS[problem.dtype],
         "W_MN_MAJOR": int(mn_major), "CLUSTER": config.CLUSTER, "PHASES": phases, **({"BORDERED": 1} if sides else {}),
+        **({"PAIR": 1} if isinstance(config, DensePairs) else {}),
     }
     buffers: tuple[BufferSlice, ...] = (BIAS, SCALE, RESIDUAL, RESULT)
     if config.CLUSTER == phases == 1 and not mn_major and config.BLOCK_N <= MOMENTS_COLUMNS:  # the kernel's EMIT_MOMENTS
@@ -442,6 +465,8 @@ def variants(device: Device) -> Iterator[VariantSet]:
                 "W_MN_MAJOR": (mn_major,), "CLUSTER": (cluster,), "PHASES": (1, PHASES),
             }  # fmt: skip
             yield VariantSet("hopper_dense", choices, _is_listed, "sm_90a")
+            if (rows, columns) in PAIRED_TILES and cluster == 1 and not (mn_major and kind == FLOAT):
+                yield VariantSet("hopper_dense", choices | {"PHASES": (1,), "PAIR": (1,)}, _is_listed, "sm_90a")
             if (rows, columns) in SIDES and not mn_major and cluster == 1:
                 yield VariantSet("hopper_dense", choices | {"PHASES": (PHASES,), "BORDERED": (1,)}, _is_listed, "sm_90a")
     yield from transpose_filter.variants()
@@ -469,6 +494,10 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[DenseNhwc]:
             config = DenseNhwc(rows, columns, _max_stages(rows, columns, cluster, mn_major), cluster)
             if (cluster == 1 or blocks >= 2 * cluster) and refusal(problem, config) is None:
                 yield config
+    for rows, columns in PAIRED_TILES:
+        pairs = DensePairs(rows, columns, _max_stages(rows, columns, 1, mn_major))
+        if refusal(problem, pairs) is None:
+            yield pairs
 
 
 # Fitted to 539 times of 56 problems, half of them of few pixels and long sums, 16 bits and TF32, on an H200: root mean square of the error
@@ -486,6 +515,8 @@ CACHE_RATE = 4.42e6  # bytes of pixels that all multiprocessors together load fr
 PER_LAUNCH = 0.4  # microseconds of each further launch
 #: Microseconds that a launch takes more: with blocks for half of the multiprocessors or less; with more; with clusters, by size.
 HALF_FULL, FULL, CLUSTERED = -0.5, 0.64, {2: 0.48, 4: 0.67}
+#: Relative time of a pixel's load that two blocks share; and microseconds that a launch of pairs takes more.
+PAIRED, PAIRS = 0.6, 0.3
 PARTS_OF_LINES = 0.6e6  # bytes of the result a microsecond if each phase writes parts of cache lines
 #: Relative times of a load of a volume; and if a pixel has 32 bytes besides rows of 128.
 VOLUME, VOLUME_NARROW = 1.35, 1.45
@@ -514,7 +545,9 @@ def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:
     cycles = pixel_cycles(pixel)
     if pixel % ROW == _last_row(problem):
         cycles = ROW_CYCLES
-    loads = (config.BLOCK_M * cycles * slower + _filter_cycles(problem, config, mn_major)) * (SMALL_TILE if config.BLOCK_M == 64 else 1.0)
+    pairs = isinstance(config, DensePairs)
+    of_pixels = config.BLOCK_M * cycles * slower * (PAIRED if pairs else 1.0)
+    loads = (of_pixels + _filter_cycles(problem, config, mn_major)) * (SMALL_TILE if config.BLOCK_M == 64 else 1.0)
     filled = 1 - (1 - _last_steps(problem) / STEPS) / channel_blocks  # part of the steps of a tap's stages that are multiplied
     step = max(MULTIPLIED * 2 * config.BLOCK_N * config.BLOCK_M / 64 * filled, loads) / CLOCK
     rate = WIDEST_FINISHED if config.BLOCK_N > MOMENTS_COLUMNS else FINISHED
@@ -535,6 +568,7 @@ def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:
         us += (PER_LAUNCH if us else BEGIN) + max(*works, 0.0, rounds * mean + (PER_ROUND * (rounds - 1) if shared else 0))
         loaded += sum(math.prod(_tiles(problem, config, one)) * _blocks(problem, one) for one in group) / count_phases(problem)
     us += CLUSTERED.get(config.CLUSTER, 0.0) if shared else HALF_FULL if 2 * all_jobs <= device.multiprocessors else FULL
+    us += PAIRS if pairs else 0.0
     # blocks of the same pixels and other channels or phases load them together; all else comes from the L2 cache again
     loaded *= config.BLOCK_M * min(pixel, ROW) / ceil(problem.result_channels // problem.groups, config.BLOCK_N)
     us = max(us, BEGIN + loaded / CACHE_RATE)
