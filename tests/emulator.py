@@ -899,8 +899,9 @@ def wgrad_product(step, memory: Memory) -> None:
     for described in step.maps:
         check_map(described, memory)
         assert described.span == 128 and described.dtype == ("tfloat32" if kind == "float32" and define["LIMBS"] == 1 else kind)
-    assert dy_map.box == (wide, wide, 1)
-    assert x_map.box == dy_map.box if define["PLANES"] or s.spatial_dims == 0 else (x_map.box.channels, x_map.box.pixels) == (wide, wide) and len(x_map.sizes) == s.spatial_dims + 2
+    each = 2 if define.get("PAIR") else 1  # blocks that load a stage of dy together
+    assert dy_map.box == (wide, wide // each, 1) and (each == 1 or s.tiles_n % 2 == 0)
+    assert x_map.box == (wide, wide, 1) if define["PLANES"] or s.spatial_dims == 0 else (x_map.box.channels, x_map.box.pixels) == (wide, wide) and len(x_map.sizes) == s.spatial_dims + 2
     threads = {64: {64: 160, 128: 160, 192: 160, 384: 288, 576: 416}, 128: {384: 384}, 256: dict.fromkeys((64, 128, 192), 384)}
     tall = kind == "float32" and rows == columns == 128
     assert step.block == (256 if tall else threads.get(rows, {}).get(columns, 2 * rows + 32)) and step.arch == "sm_90a"
@@ -963,7 +964,8 @@ def wgrad_stage(s, planes: int, memory: Memory, dy_map, x_map, stage: int, pack:
     a, b = np.full((wide, len(total)), np.nan), np.full((wide, total.shape[1]), np.nan)
     for i in range(0, len(total), wide):
         if row + i < s.rows:
-            a[:, i : i + wide] = boxed(dy_map, memory, (pack * s.rows + row + i, wide * stage, 0))[0]
+            for at in range(0, wide, dy_map.box[1]):
+                a[at : at + dy_map.box[1], i : i + wide] = boxed(dy_map, memory, (pack * s.rows + row + i, wide * stage + at, 0))[0]
     loads = []
     for number in range(block, min(block + total.shape[1] // wide, s.column_blocks)):
         c, tap = tap_of(s, number, wide)

@@ -18,7 +18,7 @@ from test_implicit_gemm import H200, MARGIN, NVCC, check_compiled, check_noticed
 from pycuda_conv import ConvProblem, Plan, engines
 from pycuda_conv.engines.hopper import wgrad as wn
 from pycuda_conv.engines.hopper import wgrad_form
-from pycuda_conv.engines.hopper.wgrad import WgradNhwc
+from pycuda_conv.engines.hopper.wgrad import WgradNhwc, WgradPairs
 from pycuda_conv.engines.schedule import RESULT
 from pycuda_conv.tools import families
 
@@ -231,6 +231,19 @@ def test_every_cut_of_a_sum(split):
     case = CASES[0]
     arrays = case.integers("float16")
     assert_exact(emulator.emulate(case.problem(), WgradNhwc(64, 128, 3, split), *arrays), case.reference(*arrays))
+
+
+PAIRS = [  # neighbouring columns, whose dy two blocks load for each other
+    (Filter((3, 72, 10, 12), (136, 72, 1, 1)), WgradPairs(64, 64, 3, 2)), (Filter((1, 200, 6, 7), (264, 200, 1, 1)), WgradPairs(128, 128, 3)),
+    (Filter((2, 128, 9, 7), (72, 128, 3, 1), padding=(1, 0)), WgradPairs(128, 64, 4, 3)), (Filter((2, 136, 7, 5), (72, 136, 1, 2)), WgradPairs(128, 192, 2)),
+    (Filter((3, 200, 13, 9), (72, 200, 1, 1), stride=(2,)), WgradPairs(64, 64, 2)),
+]
+
+
+@pytest.mark.parametrize(("case", "config"), PAIRS, ids=str)
+def test_pairs_of_tiles(case, config):
+    arrays = case.integers("float16")
+    assert_exact(emulator.emulate(case.problem(), config, *arrays), case.reference(*arrays))
 
 
 # ---- what is legal, and the choice

@@ -16,6 +16,7 @@ from test_wgrad_nhwc import (
     DEEP,
     FEW,
     NOT_FINITE,
+    PAIRS,
     PLANES,
     PLANNED,
     PRECISE,
@@ -41,6 +42,7 @@ HALVES = [dtype for dtype in TYPES if dtype != "float32"]
 RUNS += [(DEEP, HALVES[i % len(HALVES)], config) for i, config in enumerate((*CONFIGS, WgradNhwc(128, 192, 5), WgradNhwc(64, 64, 6, 5)))]
 RUNS += [(case, HALVES[i % len(HALVES)], CONFIGS_PLANES[(i + more) % len(CONFIGS_PLANES)]) for i, case in enumerate(PLANES) for more in (0, 2)]
 RUNS += [(case, dtype, flipped(4 if dtype == "float32" else 2, i)) for i, case in enumerate(FEW) for dtype in TYPES[i % len(TYPES) :][:1]]
+RUNS += [(case, HALVES[i % len(HALVES)], config) for i, (case, config) in enumerate(PAIRS)]
 RUNS += [(DEEP, "float32", config) for config in CONFIGS_TF32[::2] if "float32" in TYPES]
 
 

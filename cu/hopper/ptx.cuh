@@ -58,6 +58,12 @@ DEVICE void load_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, int 
                ::"r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
 
+// the same into both blocks of a pair (cluster.cuh), each of whose barriers counts the bytes
+DEVICE void load_box_of_pair(uint32_t to, const CUtensorMap* map, uint32_t barrier, int x, int y, int z) {
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5}], [%2], %6;"
+               ::"r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "h"((uint16_t)3) : "memory");
+}
+
 // im2col mode: the map's number of consecutive output pixels from the base (w, h, d, n) on, each shifted by the tap's offsets
 template <int axes>
 DEVICE void load_im2col(uint32_t to, const CUtensorMap* map, uint32_t barrier, int c, int w, int h, int d, int n, int s, int r, int t) {
@@ -73,7 +79,7 @@ DEVICE void load_im2col(uint32_t to, const CUtensorMap* map, uint32_t barrier, i
   }
 }
 
-// The same into both blocks of a pair, each of whose barriers counts the bytes.
+// The same into both blocks of a pair.
 template <int axes> DEVICE void load_im2col_of_pair(uint32_t to, const CUtensorMap* map, uint32_t barrier, int c, int w, int h, int n, int s, int r) {
   if constexpr (axes == 1) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5}], [%2], {%6}, %7;"

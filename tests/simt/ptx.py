@@ -56,7 +56,9 @@ def place(values: list[str]) -> str:
 
 def tensor_load(found: re.Match, to: list, of: list, barrier: list, offsets: list = (), ranks: str = "") -> str:  # type: ignore[assignment]
     name, coordinates = of
-    assert bool(ranks) == bool(found[3]), "a mask of the blocks of a multicast"
+    assert bool(ranks or (found[2] == "tile" and offsets)) == bool(found[3]), "a mask of the blocks of a multicast"
+    if found[3] and found[2] == "tile":
+        return f"ptx::tensor_load_of_ranks({to[0]}, {name}, {place(coordinates)}, {barrier[0]}, {offsets})"
     if ranks:
         return f"ptx::tensor_load_im2col_of_ranks({to[0]}, {name}, {place(coordinates)}, {barrier[0]}, {place(offsets)}, {ranks})"
     assert len(coordinates) == int(found[1]), "coordinates for each axis"
