@@ -1,0 +1,186 @@
+"""Channels-last convolutions whose channels fill no 16 bytes: images and filter are copied with zeros behind their channels.
+
+Tensor loads take pixels of a multiple of 16 bytes. Where the channels over which a result sums are no such number, ``cu/layout/fold_channels.cu``
+copies them with zeros behind, and an engine that reads channels-last arrays does the rest. It writes the result as it is to lie.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, replace
+
+from pycuda_conv.engines import registry
+from pycuda_conv.engines.base import Config, Engine
+from pycuda_conv.engines.compose.delegate import delegate_filter_key, delegate_refusal, delegate_sum_order, moved, parsed
+from pycuda_conv.engines.geometry import arguments, ceil
+from pycuda_conv.engines.hopper.common import unsupported
+from pycuda_conv.engines.hopper.wgrad_launches import FoldChannelsArguments, copy_launch
+from pycuda_conv.engines.schedule import INPUT, PACKED, WEIGHT, WORKSPACE, Arena, Buffer, Schedule
+from pycuda_conv.engines.variants import VariantSet
+from pycuda_conv.problem import ConvProblem
+from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch
+
+__all__ = [
+    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "Filled", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order",
+    "time", "unsupported", "variants",
+]  # fmt: skip
+
+WORD = 16  # bytes of which a pixel is a multiple then
+
+
+@dataclass(frozen=True)
+class Filled(Config):
+    """The configuration for the filled arrays, as text."""
+
+    DELEGATE: str = "DenseNhwc()"
+
+
+CONFIGS = (Filled,)
+LAYOUTS = ("NHWC",)
+TENSOR_CORES = True
+MOST_VARIANTS = {"cuda": 0}
+
+
+# ---- what runs
+
+
+def why_not(problem: ConvProblem) -> str | None:
+    """Why no configuration can run `problem`, or None if one may."""
+    if problem.itemsize != 2 and (problem.dtype != "float32" or problem.precision != "tf32"):
+        return "it takes float16 and bfloat16 arrays, and float32 with precision='tf32'"
+    if problem.is_empty:
+        return "there is nothing to compute"
+    if problem.groups > 1:
+        return "it takes one group"
+    if problem.operand_channels * problem.itemsize % WORD == 0:
+        return "its channels are a multiple of 16 bytes"
+    return "it counts in 32 bits" if _filled(problem).largest_array >= 2**31 else None
+
+
+def _filled(problem: ConvProblem) -> ConvProblem:
+    """The problem with as many more channels to sum over as fill 16 bytes."""
+    each = WORD // problem.itemsize
+    channels = ceil(problem.operand_channels, each) * each
+    return replace(problem, C=channels) if problem.direction == "fprop" else replace(problem, K=channels)
+
+
+def refusal(problem: ConvProblem, config: Filled) -> str | None:
+    """Why `config` can't run `problem`, or None if it can."""
+    return why_not(problem) or delegate_refusal(_filled(problem), config.DELEGATE)
+
+
+# ---- launches
+
+
+def _copy(problem: ConvProblem, buffer: Buffer, place: BufferSlice, rows: int, length: int, wide: int) -> KernelLaunch:
+    """The launch that copies `rows` rows of `length` elements, and writes zeros behind each, up to `wide` elements."""
+    chunks = wide * problem.itemsize // WORD
+    args = arguments(
+        FoldChannelsArguments, words=rows * chunks, chunks=chunks, h=1, w=rows, p=1, q=rows, channels=length, folded=length, fold_s=1,
+        stride_h=1, stride_w=1, pad_h=0, pad_w=0, dilation_h=1, dilation_w=1,
+    )  # fmt: skip
+    return copy_launch(problem, args, buffer, place)
+
+
+def _filter_copy(problem: ConvProblem, place: BufferSlice, last: bool) -> KernelLaunch:
+    """The copy of the filter, in C order or with its second axis last, which keeps the order."""
+    (first, second), taps, each = problem.weight_shape[:2], math.prod(problem.filter_size), WORD // problem.itemsize
+    if problem.direction == "dgrad":  # the channels that are filled up are the first axis: zeros follow the whole
+        whole = first * second * taps
+        return _copy(problem, WEIGHT, place, 1, whole, ceil(first, each) * each * second * taps)
+    rows, length = (first * taps, second) if last else (first, second * taps)
+    return _copy(problem, WEIGHT, place, rows, length, ceil(second, each) * each * length // second)
+
+
+def schedule(problem: ConvProblem, config: Filled, device: Device, with_moments: bool = False) -> Schedule:
+    """The launches of `config`, which can run `problem`."""
+    delegate, filled = parsed(config.DELEGATE), _filled(problem)
+    assert delegate is not None
+    made = registry.engine_of(delegate).schedule(filled, delegate, device, with_moments)
+    kept, scratch = Arena(PACKED), Arena(WORKSPACE)
+    own = scratch.take(made.workspace_bytes)  # moments lie where the delegate put them
+    images = scratch.take(math.prod(filled.input_shape) * problem.itemsize)
+    nbytes = math.prod(filled.weight_shape) * problem.itemsize
+    pixels = math.prod(problem.input_shape) // problem.operand_channels
+    fill_images = _copy(problem, INPUT, images, pixels, problem.operand_channels, filled.operand_channels)
+
+    def steps(some: list[list[KernelLaunch]], filter_place: tuple[int, int], packed: tuple[int, int]) -> list[list[KernelLaunch]]:
+        return moved(some, {INPUT: images, WEIGHT: filter_place, WORKSPACE: own, PACKED: packed})
+
+    packed, filters = kept.take(made.filter_bytes), kept.take(nbytes)
+    fill_filter = _filter_copy(problem, filters, False)
+    prepare = [[fill_filter], *steps(made.prepare, filters, packed)]
+    images_alone = [[fill_images], *steps(made.steps, filters, packed)]
+    whole = [[fill_images, fill_filter], *steps(made.whole, filters, packed)]
+    last = None
+    if made.filter_last is not None:
+        last = [[fill_images, _filter_copy(problem, filters, True)], *steps(made.filter_last, filters, packed)]
+    return Schedule(prepare, images_alone, whole, scratch.used, kept.used, made.redoes, made.moments, last)
+
+
+def filter_key(problem: ConvProblem, config: Filled) -> Hashable:
+    """That of the delegate's engine for the filled filter."""
+    return "filled", problem.weight_shape, delegate_filter_key(_filled(problem), config.DELEGATE)
+
+
+def sum_order(problem: ConvProblem, config: Filled) -> Hashable:
+    """That of the delegate's engine, for its configurations: zeros change no sum."""
+    return delegate_sum_order(_filled(problem), config.DELEGATE) or config
+
+
+def variants(device: Device) -> Iterator[VariantSet]:
+    """None of its own: hopper/wgrad.py lists the texts of the copies."""
+    yield from ()
+
+
+# ---- the choice
+
+COPY, COPIED = 1.3, 2.23e6  # microseconds of a copy, and its bytes a microsecond: those of gradients of filters
+FILTER = 0.8  # microseconds of the filter's copy beside that of the images
+
+
+def _copying(problem: ConvProblem) -> float:
+    """Microseconds of the copies."""
+    filled = _filled(problem)
+    read, written = (math.prod(one.input_shape) + math.prod(one.weight_shape) for one in (problem, filled))
+    return COPY + FILTER + problem.itemsize * (read + written) / COPIED
+
+
+def _engines(problem: ConvProblem, device: Device) -> Iterator[Engine]:
+    """The engines with kernels of their own that can only run the problem of the filled arrays."""
+    filled = _filled(problem)
+    for engine in registry.ENGINES:
+        own = engine.TENSOR_CORES and not registry.name_of(engine).startswith("compose.")
+        if own and "NHWC" in engine.LAYOUTS and engine.unsupported(device) is None:
+            if not any(True for _ in engine.configs(problem, device)) and any(True for _ in engine.configs(filled, device)):
+                yield engine
+
+
+def configs(problem: ConvProblem, device: Device) -> Iterator[Filled]:
+    """The configurations worth comparing for `problem`."""
+    if why_not(problem):
+        return
+    filled = _filled(problem)
+    for engine in _engines(problem, device):
+        yield from (Filled(str(one)) for one in engine.configs(filled, device) if engine.refusal(filled, one) is None)
+
+
+def time(problem: ConvProblem, config: Filled, device: Device) -> float | None:
+    """Microseconds that `config` should take."""
+    delegate = parsed(config.DELEGATE)
+    us = None if delegate is None else registry.predicted(_filled(problem), delegate, device)
+    return None if us is None else us + _copying(problem)
+
+
+def choose(problem: ConvProblem, device: Device) -> tuple[float, Filled] | None:
+    """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
+    if why_not(problem):
+        return None
+    found = []
+    for engine in _engines(problem, device):
+        one = engine.choose(_filled(problem), device)
+        us = None if one is None else engine.time(_filled(problem), one[1], device)
+        if one is not None and us is not None:
+            found.append((us + _copying(problem), Filled(str(one[1]))))
+    return min(found, key=lambda pair: pair[0], default=None)
