@@ -271,6 +271,7 @@ def test_the_planner_s_kernels_compile_and_do_not_spill():
 RUNS = [(case, mode, config) for case, mode in PLANNED for config in tiles(case, mode)[: None if case in CASES else 1]]
 LARGE = fprop((9, 192, 28, 28), (256, 192, 3, 3), padding=1)
 RUNS += [(LARGE, mode, config) for mode in MODES for config in (DenseNhwc(128, 192, 4), DenseNhwc(64, 128, 3), DenseNhwc(128, 128, 6, 4))]
+RUNS += [*PAIRS, *((LARGE, mode, DensePairs(*tile)) for mode in MODES for tile in ((128, 128, 6), (128, 64, 8), (64, 64, 6)))]
 
 
 @cache

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import pytest
 import simt
+from alike import check_numbers_on_gpu
 from reference import DTYPES, assert_exact, dgrad, fprop
-from test_implicit_gemm import H200, asked, dtype_of, emulated
+from test_implicit_gemm import (
+    H200,
+    Arrays,
+    asked,
+    dtype_of,
+    emulated,
+    torch,  # noqa: F401 -- a fixture
+)
 from test_kernels import check_refused
 
-from pycuda_conv import engines
+from pycuda_conv import Plan, engines
 from pycuda_conv.engines.compose import filled
 from pycuda_conv.engines.compose.filled import Filled
 
@@ -56,3 +64,14 @@ def test_the_kernels_compute_it(case, mode):
 )  # fmt: skip
 def test_a_configuration_says_why_it_cannot(case, mode, config, reason):
     check_refused(filled.refusal, lambda problem, config: engines.schedule(problem, config, H200), asked(case, mode), config, reason)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("case", "mode"), [*RUNS, *((fprop((5, 75, 28, 27), (109, 75, 3, 5), padding=1), mode) for mode in MODES)], ids=str)
+def test_on_the_gpu(torch, case, mode):  # noqa: F811
+    for config in found(case, mode, "")[::3]:
+        plan = Plan(asked(case, mode), "cuda", config=config)
+        check_numbers_on_gpu(torch, plan, case, mode)
+        on_gpu = Arrays(torch, plan, *case.normals(dtype_of(mode), seed=2))
+        bits = on_gpu.launch().tobytes()
+        assert bits == on_gpu.launch(kept=True).tobytes() == on_gpu.launch(filter_last=True).tobytes()

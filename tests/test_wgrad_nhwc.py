@@ -437,6 +437,8 @@ def ids_of(runs) -> list[str]:
 RUNS = [(case, dtype, case.legal(config, dtype)) for case in (*CASES, DEEP) for dtype in TYPES for config in configs_of(dtype)]
 LARGE = Filter((9, 192, 28, 28), (256, 192, 3, 3), padding=(1,))
 RUNS += [(case, dtype, case.legal(config, dtype)) for case in PADDED for dtype in TYPES for config in configs_of(dtype)[2:6]]
+RUNS += [(case, dtype, config) for case, config in (*PAIRS, *((LARGE, WgradPairs(*tile)) for tile in ((128, 128, 6, 2), (128, 64, 8), (64, 64, 6, 9))))
+         for dtype in TYPES if dtype != "float32"]
 RUNS += [(case, dtype, config) for case in PLANES for dtype in TYPES if dtype != "float32" for config in CONFIGS_PLANES]
 RUNS += [(case, dtype, flipped(4 if dtype == "float32" else 2, i + more)) for i, case in enumerate(FEW) for dtype in TYPES for more in (0, 1)]
 RUNS += [
