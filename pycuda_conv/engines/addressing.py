@@ -164,7 +164,8 @@ def packing(problem: ConvProblem, windows: bool = False) -> tuple[PackedLayout, 
     first = 1 if forward and channels < 16 and problem.filter_size[2] > 1 else 0
     in_place = not wide and problem.layout == "NHWC"  # the loads can read it
     readable = in_place and channels % (8 if problem.groups == 1 else 16) == 0
-    if windows and (first or (not readable and _windows_pay(problem))) and problem.groups == 1 and problem.dilation[2] == 1 and problem.layout != "CNHW":
+    wide_windows = not readable and _windows_pay(problem)
+    if windows and (first or wide_windows) and problem.groups == 1 and problem.dilation[2] == 1 and problem.layout != "CNHW":
         packed, phase = _windows(problem)
         found = phase_addressing(problem, phase, packed)
         if found is not None and math.prod(packed.stored) < MOST_PIXELS:

@@ -1,7 +1,8 @@
 """Channels-last convolutions whose channels fill no 16 bytes: images and filter are copied with zeros behind their channels.
 
-Tensor loads take pixels of a multiple of 16 bytes. Where the channels over which a result sums are no such number, ``cu/layout/fold_channels.cu``
-copies them with zeros behind, and an engine that reads channels-last arrays does the rest. It writes the result as it is to lie.
+Tensor loads take pixels of a multiple of 16 bytes. Where the channels over which a result sums are no such number,
+``cu/layout/fold_channels.cu`` copies them with zeros behind, and an engine that reads channels-last arrays does the rest. It writes the
+result as it is to lie.
 """
 
 from __future__ import annotations
@@ -151,10 +152,10 @@ def _engines(problem: ConvProblem, device: Device) -> Iterator[Engine]:
     """The engines with kernels of their own that can only run the problem of the filled arrays."""
     filled = _filled(problem)
     for engine in registry.ENGINES:
-        own = engine.TENSOR_CORES and not registry.name_of(engine).startswith("compose.")
-        if own and "NHWC" in engine.LAYOUTS and engine.unsupported(device) is None:
-            if not any(True for _ in engine.configs(problem, device)) and any(True for _ in engine.configs(filled, device)):
-                yield engine
+        own = engine.TENSOR_CORES and "NHWC" in engine.LAYOUTS and not registry.name_of(engine).startswith("compose.")
+        able = own and engine.unsupported(device) is None and any(True for _ in engine.configs(filled, device))
+        if able and not any(True for _ in engine.configs(problem, device)):
+            yield engine
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Filled]:

@@ -48,8 +48,8 @@ LAYOUTS = "NHWC", "CHWN"
 TENSOR_CORES = False
 MOST_VARIANTS = {"cuda": 244, "opencl": 90}
 CHUNKS = (64, 32, 16, 8, 4)
-#: Pixels of a thread, down and across: larger tiles would not fill the GPU. The small ones, of unrolled filters, are for few pixels; the even
-#: one is for gradients with a stride.
+#: Pixels of a thread, down and across: larger tiles would not fill the GPU. The small ones, of unrolled filters, are for few pixels; the
+#: even one is for gradients with a stride.
 TILES = ((2, 4), (1, 4), (2, 2), (1, 1))
 OPENCL_TILES = TILES[:1]  # OpenCL needs one tile, and no strips
 SECTOR = 32  # bytes that memory reads at once

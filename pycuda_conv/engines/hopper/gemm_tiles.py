@@ -40,8 +40,8 @@ BFLOAT_PARTS: tuple[dict[int, tuple[int, ...]], ...] = ({128: (64, 128), 64: (64
 PINGPONG_PIXELS: tuple[tuple[int, ...], ...] = ((128, 160), (128,), (128,), ())
 #: The same for twins, of 64 rows and dense results.
 TWIN_PIXELS: tuple[tuple[int, ...], ...] = ((128,), (128,), (128,), ())
-#: "cooperative": the two consumers share each tile. "pingpong": they alternate tiles, so that one multiplies while the other stores. "twin": a
-#: block has one consumer, and a multiprocessor two blocks, which need not wait for one another: one stores while the other multiplies.
+#: "cooperative": the two consumers share each tile. "pingpong": they alternate tiles, so that one multiplies while the other stores.
+#: "twin": a block has one consumer, and a multiprocessor two blocks, one of which stores while the other multiplies.
 Pipeline = Literal["cooperative", "pingpong", "twin"]
 PIPELINES = get_args(Pipeline)
 
