@@ -25,7 +25,7 @@ LISTS = {
     "hopper_gemm": {
         "BLOCK_M": {64, 128}, "BLOCK_N": PIXELS, "WGMMA_N": {n // m for n in PIXELS for m in (1, 2)}, "STAGES": {2, 3, 4, 5, 6}, "LOAD_CHANNELS": {16, 32, 64},
         "PRODUCTS": {1, 3}, "BF16": FLAG, "OUT": {16, 17, 32}, "NHWC": FLAG, "TENSOR_STORE": FLAG, "VEC": {1, 4},
-        "DENSE": FLAG, "PINGPONG": FLAG, "W_MN_MAJOR": FLAG, "PHASES": {1, 4}, "INTERLEAVE_COLUMNS": FLAG,
+        "DENSE": FLAG, "PINGPONG": FLAG, "W_MN_MAJOR": FLAG, "PHASES": {1, 4}, "INTERLEAVE_COLUMNS": FLAG, "TWIN": {1},
     },
     "mma_gemm": {
         "BLOCK_M": {64, 128}, "BLOCK_N": {64, 128, 256}, "STAGES": {3, 4}, "PRODUCTS": {1, 3}, "BF16": FLAG, "OUT": {16, 17, 32}, "NHWC": FLAG, "VEC": {1, 4}, "DENSE": FLAG,
@@ -36,7 +36,7 @@ LISTS = {
     },
     "hopper_dense": {
         "BLOCK_M": {64, 128}, "BLOCK_N": {32, 64, 96, 128, 160, 192, 256}, "STAGES": set(range(2, 13)), "TYPE": {16, 17, 32}, "W_MN_MAJOR": FLAG,
-        "CLUSTER": {1, 2, 4, 8}, "PHASES": {1, 4},
+        "CLUSTER": {1, 2, 4, 8}, "PHASES": {1, 4}, "PAIR": {1},
     },
     "hopper_gather": {
         "BLOCK_M": {64, 128}, "BLOCK_N": {32, 64, 96, 128}, "STAGES": set(range(2, 9)), "TYPE": {16, 17, 32}, "COPY": {4, 16}, "CLUSTER": {1, 2, 4, 8},
@@ -51,7 +51,7 @@ LISTS = {
     "transpose_filter": {"BYTES": {2, 4}}, "fold_channels": {"BYTES": {2, 4}, "UNIT": {2, 4, 8, 16}}, "via_nhwc": {"BYTES": {2, 4}}, "columns_add": {"DTYPE": {16, 17, 32, 64}, "INDEX_64": {0}, "THREADS": {256}},
     "hopper_wgrad": {
         "BLOCK_M": {64, 128, 192, 256}, "BLOCK_N": {64, 128, 192, 256, 384, 576}, "WGMMA_N": {64, 128, 192, 256}, "STAGES": set(range(2, 13)), "TYPE": {16, 17, 32},
-        "LIMBS": {1, 2}, "PLANES": FLAG, "FLIPPED": FLAG,
+        "LIMBS": {1, 2}, "PLANES": FLAG, "FLIPPED": FLAG, "PAIR": {1},
     },
     "hopper_wgrad_reduce": {"TYPE": {16, 17, 32}}, "hopper_wgrad_add": {"TYPE": {16, 17, 32}, "EACH": {2, 4}},
     "hopper_planes": {"BLOCK_M": {64, 128, 192, 256}, "BLOCK_N": {64, 128, 192, 256}, "WGMMA_N": {64, 128, 192}, "STAGES": set(range(2, 9)), "TYPE": {16, 17}, "W_MN_MAJOR": FLAG, "OWN_M": {64, 128}, "RESULTS": {1, 2}},

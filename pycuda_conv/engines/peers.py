@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pycuda_conv.engines import registry
-from pycuda_conv.engines.compose import bordered, columns, filled, upsampled, via_nhwc
+from pycuda_conv.engines.compose import bordered, columns, fold_channels, upsampled, via_nhwc
 from pycuda_conv.engines.depthwise import nhwc as depthwise_nhwc
 from pycuda_conv.engines.depthwise import toeplitz as depthwise_toeplitz
 from pycuda_conv.engines.direct import direct, patch_wgrad
@@ -26,6 +26,6 @@ registry.ENGINES = (
     depthwise_nhwc, depthwise_toeplitz, fft_blocks, library_fft, fft, direct, patch_wgrad, direct_gemm, dmma,
     grouped_nhwc, grouped_nhwc_wgrad, few_channels, few_channels_wgrad, few_inputs, hopper_dense, hopper_gather, hopper_wgrad,
     hopper_gemm, hopper_pointwise, mma_few_pixels, mma_gemm, hopper_planes, hopper_gathered_planes, via_nhwc, columns, bordered,
-    upsampled, filled,
+    upsampled, fold_channels,
 )  # fmt: skip
 registry.TRANSFORMS = fft_blocks, library_fft, fft

@@ -23,7 +23,7 @@ from pycuda_conv.engines.tensor_cores import FLOAT
 from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.runtime.base import Device
 
-MOST_VARIANTS = {"cuda": 310}
+MOST_VARIANTS = {"cuda": 326}
 
 
 def variants(device: Device) -> Iterator[VariantSet]:

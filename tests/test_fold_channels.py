@@ -17,8 +17,8 @@ from test_implicit_gemm import (
 from test_kernels import check_refused
 
 from pycuda_conv import Plan, engines
-from pycuda_conv.engines.compose import filled
-from pycuda_conv.engines.compose.filled import Filled
+from pycuda_conv.engines.compose import fold_channels
+from pycuda_conv.engines.compose.fold_channels import Filled
 
 MODES = tuple(mode for mode, dtype in (("tf32 last", "float32"), ("fp16 last", "float16"), ("bf16 last", "bfloat16")) if dtype in DTYPES)
 #: Odd channels on both sides, filters of one and of many taps, strides, one to three axes, both directions.
@@ -31,7 +31,7 @@ RUNS = [(case, mode) for case in CASES for mode in MODES]
 
 def found(case, mode: str, engine: str) -> list[Filled]:
     """The configurations that let a kernel of that name run the rest."""
-    return [config for config in filled.configs(asked(case, mode), H200) if engine in config.DELEGATE]
+    return [config for config in fold_channels.configs(asked(case, mode), H200) if engine in config.DELEGATE]
 
 
 @pytest.mark.parametrize(("case", "mode"), RUNS, ids=str)
@@ -63,7 +63,7 @@ def test_the_kernels_compute_it(case, mode):
     ids=str,
 )  # fmt: skip
 def test_a_configuration_says_why_it_cannot(case, mode, config, reason):
-    check_refused(filled.refusal, lambda problem, config: engines.schedule(problem, config, H200), asked(case, mode), config, reason)
+    check_refused(fold_channels.refusal, lambda problem, config: engines.schedule(problem, config, H200), asked(case, mode), config, reason)
 
 
 @pytest.mark.gpu

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from pycuda_conv.engines import registry
 from pycuda_conv.engines.base import Config, Engine
 from pycuda_conv.engines.compose.delegate import delegate_filter_key, delegate_refusal, delegate_sum_order, moved, parsed
-from pycuda_conv.engines.geometry import arguments, ceil
+from pycuda_conv.engines.geometry import ceil
 from pycuda_conv.engines.hopper.common import unsupported
-from pycuda_conv.engines.hopper.wgrad_launches import FoldChannelsArguments, copy_launch
-from pycuda_conv.engines.schedule import INPUT, PACKED, WEIGHT, WORKSPACE, Arena, Buffer, Schedule
+from pycuda_conv.engines.layout.fold_channels import WORD, launch, zeros_behind
+from pycuda_conv.engines.schedule import INPUT, PACKED, WEIGHT, WORKSPACE, Arena, Schedule
 from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch
@@ -26,8 +26,6 @@ __all__ = [
     "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "Filled", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order",
     "time", "unsupported", "variants",
 ]  # fmt: skip
-
-WORD = 16  # bytes of which a pixel is a multiple then
 
 
 @dataclass(frozen=True)
@@ -74,24 +72,16 @@ def refusal(problem: ConvProblem, config: Filled) -> str | None:
 # ---- launches
 
 
-def _copy(problem: ConvProblem, buffer: Buffer, place: BufferSlice, rows: int, length: int, wide: int) -> KernelLaunch:
-    """The launch that copies `rows` rows of `length` elements, and writes zeros behind each, up to `wide` elements."""
-    chunks = wide * problem.itemsize // WORD
-    args = arguments(
-        FoldChannelsArguments, words=rows * chunks, chunks=chunks, h=1, w=rows, p=1, q=rows, channels=length, folded=length, fold_s=1,
-        stride_h=1, stride_w=1, pad_h=0, pad_w=0, dilation_h=1, dilation_w=1,
-    )  # fmt: skip
-    return copy_launch(problem, args, buffer, place)
-
-
 def _filter_copy(problem: ConvProblem, place: BufferSlice, last: bool) -> KernelLaunch:
     """The copy of the filter, in C order or with its second axis last, which keeps the order."""
     (first, second), taps, each = problem.weight_shape[:2], math.prod(problem.filter_size), WORD // problem.itemsize
     if problem.direction == "dgrad":  # the channels that are filled up are the first axis: zeros follow the whole
         whole = first * second * taps
-        return _copy(problem, WEIGHT, place, 1, whole, ceil(first, each) * each * second * taps)
-    rows, length = (first * taps, second) if last else (first, second * taps)
-    return _copy(problem, WEIGHT, place, rows, length, ceil(second, each) * each * length // second)
+        args = zeros_behind(problem, 1, whole, ceil(first, each) * each * second * taps)
+    else:
+        rows, length = (first * taps, second) if last else (first, second * taps)
+        args = zeros_behind(problem, rows, length, ceil(second, each) * each * length // second)
+    return launch(problem, args, WEIGHT, place)
 
 
 def schedule(problem: ConvProblem, config: Filled, device: Device, with_moments: bool = False) -> Schedule:
@@ -104,7 +94,8 @@ def schedule(problem: ConvProblem, config: Filled, device: Device, with_moments:
     images = scratch.take(math.prod(filled.input_shape) * problem.itemsize)
     nbytes = math.prod(filled.weight_shape) * problem.itemsize
     pixels = math.prod(problem.input_shape) // problem.operand_channels
-    fill_images = _copy(problem, INPUT, images, pixels, problem.operand_channels, filled.operand_channels)
+    args = zeros_behind(problem, pixels, problem.operand_channels, filled.operand_channels)
+    fill_images = launch(problem, args, INPUT, images)
 
     def steps(some: list[list[KernelLaunch]], filter_place: tuple[int, int], packed: tuple[int, int]) -> list[list[KernelLaunch]]:
         return moved(some, {INPUT: images, WEIGHT: filter_place, WORKSPACE: own, PACKED: packed})
@@ -131,7 +122,7 @@ def sum_order(problem: ConvProblem, config: Filled) -> Hashable:
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
-    """None of its own: hopper/wgrad.py lists the texts of the copies."""
+    """None of its own: ``hopper/wgrad.py`` lists those of the copies."""
     yield from ()
 
 
