@@ -1,4 +1,4 @@
-"""Copies of channels-last arrays with more channels (``cu/layout/fold_channels.cu``): zeros behind their own, or the channels of a row of taps."""
+"""Copies of channels-last arrays with more channels (``cu/layout/fold_channels.cu``): zeros, or the channels of a row of taps."""
 
 from __future__ import annotations
 
