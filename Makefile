@@ -24,13 +24,14 @@ CLI := $(RUN) -m pycuda_conv
 # Tests start hundreds of processes. Where the environment forbids Python to keep what it compiled, each would compile all packages again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup launcher verify test lint bench ladder results check-results docs wheel sdist clean
+.PHONY: help setup launcher verify test lint bench ladder results check-results release docs wheel sdist clean
 help:
 	@echo "make verify   compute every kind of convolution here and compare with a float64 reference"
 	@echo "make test     ruff, mypy, pytest"
 	@echo "make bench    measure against torch; the figures go to build/"
 	@echo "make ladder   time the steps of the course on this machine, on a GPU or on PoCL, and draw them in build/ladder.svg"
 	@echo "make results  measure all that the pages show, and write it into them; make check-results lists what is of other kernels"
+	@echo "make release  on a GPU: tests, sanitizer, verify and all of make results on this commit, kept as docs/results/VERSION.json"
 	@echo "make docs     build the documentation in build/docs; a warning is an error"
 	@echo "make wheel    a wheel in dist/; make wheel GPU=sm_90a,sm_80 compiles the most used kernels for those GPUs into it"
 	@echo "make sdist    the sources, with the tests and all that they need, in dist/"
@@ -71,6 +72,10 @@ results: $(READY)
 
 check-results: $(LEAN)
 	$(RUN) -m pycuda_conv.tools.benchmarks.pages
+
+release: $(READY)
+	$(RUN) scripts/release.py measure build/release
+	$(RUN) scripts/release.py join build/release
 
 SHIPPED := pycuda_conv/shipped
 sdist: $(READY)

@@ -172,8 +172,9 @@ def parser() -> argparse.ArgumentParser:
         help=f"dtype and arithmetic of both sides: {', '.join(MODES)}, several of them, or all; nhwc is channels last; by default fp32",
     )
     bench.add_argument(
-        "--suite", choices=("published", "kernelbench", "drawn"), default="published",
-        help="layers of published networks; KernelBench's in every way of torch's; or random ones and gradients, not tuned for",
+        "--suite", choices=("published", "kernelbench", "drawn", "numbers"), default="published",
+        help="layers of published networks; KernelBench's in every way of torch's; random ones and gradients; or a few in fp32 "
+        "with every kind of numbers, those that take the exact path too",
     )
     bench.add_argument("--untuned", action="store_true", help="leave measured choices out of account: the models choose")
     bench.add_argument("--quick", action="store_true", help="fewer repetitions")
@@ -402,6 +403,10 @@ def _run(arguments: argparse.Namespace) -> int:
         from pycuda_conv.tools.benchmarks import batchbench
 
         return batchbench.run(settings, modes or tuple(MODES), arguments.batches)
+    if arguments.suite == "numbers":
+        from pycuda_conv.tools.benchmarks import numbersbench
+
+        return numbersbench.run(settings)
     if arguments.suite != "published":
         from pycuda_conv.tools.benchmarks import layerbench
 
@@ -439,7 +444,8 @@ def _check_benchmarks(arguments: argparse.Namespace) -> None:
         ("energy", ["list", "kind", "mode", "quick", "csv", "plots", "only"]),
         ("images", ["list", "kind", "mode", "csv", "plots", "pages", "seed"]),
     )  # fmt: skip
-    of_layers = ["list", "kind", "csv", "quick"] + (["mode"] if arguments.suite == "kernelbench" else ["only", "plots"])
+    of_suites = {"kernelbench": ["mode"], "numbers": ["mode", "only", "plots"], "drawn": ["only", "plots"]}
+    of_layers = ["list", "kind", "csv", "quick", *of_suites.get(arguments.suite, [])]
     for name, options in (*of_others_alone, *([("suite", of_layers)] if layers else [])):
         for option in options if getattr(arguments, name) else ():
             if getattr(arguments, option) not in (None, False, []):

@@ -261,6 +261,13 @@ LESSONS: dict[str, tuple[int, Callable[[Any], int]]] = {
     "fourier": (128, lambda d: d.n * d.k * ceil(d.q, 257 - d.s)),
 }
 
+#: The axes of a lesson's two arrays and of its result. Most take an image and filters.
+LAYOUTS = {
+    "input_gradient": (("nkpq", "kcrs"), "nchw"),
+    "filter_gradient": (("nchw", "nkpq"), "kcrs"),
+    "depthwise_columns": (("nhwc", "crs"), "npqc"),
+}
+
 
 @dataclass(frozen=True)
 class Lesson:
@@ -292,32 +299,25 @@ class Lesson:
         ConvArgumentError
             Shapes that do not belong together, or that the lesson leaves out.
         """
-        wanted = "(n, h, w, c) and (c, 3, 3)" if self.name == "depthwise_columns" else "(n, c, h, w) and (k, c, r, s)"
-        if self.name == "filter_gradient":
-            wanted = "(n, c, h, w) and (n, k, p, q), the gradient of the result"
-        elif self.name == "input_gradient":
-            wanted = "(n, k, p, q), the gradient of the result, and (k, c, r, s)"
+        letters, result = LAYOUTS.get(self.name, (("nchw", "kcrs"), "nkpq"))
+        wanted = " and ".join(f"({', '.join(each)})" for each in letters)
         problem = ConvArgumentError(f"the lesson {self.name} takes arrays of shapes {wanted}, got {first} and {second}")
-        if len(first) != 4 or len(second) != (3 if self.name == "depthwise_columns" else 4):
+        sizes: dict[str, int] = {}
+        for names, shape in zip(letters, (first, second), strict=True):
+            if len(names) != len(shape) or any(sizes.setdefault(name, length) != length for name, length in zip(names, shape, strict=True)):
+                raise problem
+        for pixels, taps, out in ("hrp", "wsq"):  # two of the three are given
+            if out not in sizes:
+                sizes[out] = sizes[pixels] - sizes[taps] + 1
+            elif taps not in sizes:
+                sizes[taps] = sizes[pixels] - sizes[out] + 1
+            else:
+                sizes[pixels] = sizes[out] + sizes[taps] - 1
+        size = Sizes(**{"k": sizes["c"], **sizes})
+        if min(size) < 1:
             raise problem
-        if self.name == "depthwise_columns":
-            (n, h, w, c), (k, r, s) = first, second
-            size, shape = Sizes(n, c, h, w, k, r, s, h - r + 1, w - s + 1), (n, h - r + 1, w - s + 1, c)
-            fits = k == c and r == s == 3
-        elif self.name == "filter_gradient":
-            (n, c, h, w), (images, k, p, q) = first, second
-            size, shape = Sizes(n, c, h, w, k, h - p + 1, w - q + 1, p, q), (k, c, h - p + 1, w - q + 1)
-            fits = images == n
-        elif self.name == "input_gradient":
-            (n, filters, p, q), (k, c, r, s) = first, second
-            size, shape = Sizes(n, c, p + r - 1, q + s - 1, k, r, s, p, q), (n, c, p + r - 1, q + s - 1)
-            fits = filters == k
-        else:
-            (n, c, h, w), (k, channels, r, s) = first, second
-            size, shape = Sizes(n, c, h, w, k, r, s, h - r + 1, w - s + 1), (n, k, h - r + 1, w - s + 1)
-            fits = channels == c
-        if not fits or min(size) < 1:
-            raise problem
+        if self.name == "depthwise_columns" and (size.r, size.s) != (3, 3):
+            raise ConvArgumentError(f"the lesson depthwise_columns takes filters of 3 x 3, got {size.r} x {size.s}")
         if self.name == "halo" and max(size.r, size.s) > 8:
             raise ConvArgumentError(f"the lesson halo has room for filters of up to 8 x 8, got {size.r} x {size.s}")
         if self.name == "fourier" and not (size.h == size.r == size.c == 1 and size.s <= 128):
@@ -325,7 +325,8 @@ class Lesson:
                 f"the lesson fourier takes lines of one channel and filters of up to 128 taps, got {first} and {second}"
             )
         block, blocks = LESSONS[self.name]
-        return KernelLaunch(f"lesson_{self.name}", {}, blocks(size), block, (0, 1, 2), (), arguments=size), shape
+        launch = KernelLaunch(f"lesson_{self.name}", {}, blocks(size), block, (0, 1, 2), (), arguments=size)
+        return launch, tuple(sizes[name] for name in result)
 
     def __call__(self, first: Any, second: Any, *, device: Any = None) -> np.ndarray:
         """Run the kernel on a GPU.

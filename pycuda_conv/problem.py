@@ -134,6 +134,8 @@ class ConvProblem:
         this enlarged image, :attr:`operand_size` that of the array.
     folded : bool
         Whether the taps that meet the same pixel of the array are summed before the convolution: see :attr:`transposed_form`.
+    of_bytes : bool
+        Whether the numbers of the image are integers of 8 bits, in :attr:`padded` where they have been converted: float16 holds them.
     """
 
     direction: Literal["fprop", "dgrad", "wgrad"]
@@ -166,6 +168,7 @@ class ConvProblem:
     result_dtype: str = ""
     upsample: Size3 = (1, 1, 1)
     folded: bool = False
+    of_bytes: bool = False
 
     def __hash__(self) -> int:
         """Computed once: the planner looks problems up hundreds of times."""
@@ -644,6 +647,7 @@ class ConvProblem:
         return replace(
             self, input_size=size, padding_before=before, padding_after=after, border=None, border_value=0.0, input_dtype="",
             result_dtype="", has_residual=self.has_residual and not folded, upsample=_ONCE, folded=False,
+            of_bytes=self.direction == "fprop" and self.input_dtype in ("bool", "uint8", "int8"),
         )
 
     @property

@@ -39,6 +39,11 @@ def named(step):
     return s
 
 
+def result_type(problem, x) -> np.dtype:
+    """The type of a result: that of `x`, unless the image is of integers."""
+    return np.dtype(problem.result_dtype or problem.dtype) if problem.input_dtype else x.dtype
+
+
 class Memory:
     """The plan's buffers: exactly as many bytes as they have to have, all NaN."""
 
@@ -50,7 +55,7 @@ class Memory:
             x, residual = (None if a is None else np.moveaxis(a, -problem.ndim - 1, -1) for a in (x, residual))
             w = np.moveaxis(w, -problem.ndim - 1, -1) if problem.direction == "wgrad" else w
         given = [self._bytes(np.zeros(0, x.dtype) if a is None else a) for a in (x, w, b, scale, residual)]
-        sizes = (x.dtype.itemsize * math.prod(problem.result_shape), program.workspace_bytes, program.filter_bytes)
+        sizes = (result_type(problem, x).itemsize * math.prod(problem.result_shape), program.workspace_bytes, program.filter_bytes)
         self.buffers = [*given[:3], *(np.full(n, 0xFF, np.uint8) for n in sizes), *given[3:]]
         self.writes: dict = {}
         self.loaded: dict = {}  # by a launch's loads: tiles ask for the same ones again

@@ -106,6 +106,8 @@ def max_pool(pool: Pool) -> bool:
     """Maxima and their gradient."""
     x, y, taps = np.ones(pool.shape, pool.dtype), np.ones(pool.result_shape, pool.dtype), np.zeros(pool.result_shape, np.uint8)
     launcher = get_device("cuda").schedule_launcher
+    if pool.mean:
+        return with_buffers(launcher([[pool.forward()]]), (x,), (y,)) & with_buffers(launcher([[pool.backward()]]), (y,), (x,))
     return with_buffers(launcher([[pool.forward()]]), (x,), (y, taps)) & with_buffers(launcher([[pool.backward()]]), (y, taps), (x,))
 
 
@@ -185,6 +187,9 @@ def others() -> Iterator[Run]:
     for layout, dtype in product(("NCHW", "NHWC"), ("float32", "float16", "bfloat16")):
         pool = Pool(dtype, (2, 16, 9, 11), (3, 2), (2, 1), (1, 0), (1, 2), layout)
         yield f"max_pool {pool}", partial(max_pool, pool)
+        if layout == "NHWC":
+            means = Pool(dtype, (2, 16, 9, 11), (3, 2), (2, 1), (1, 0), (1, 1), layout, mean=True, counted=False)
+            yield f"max_pool {means}", partial(max_pool, means)
     sizes = (2, 32, 70, 4), (1, 20, 333, 2), (2, 6, 9, 6), (5, 96, 1, 1), (2, 264, 600, 8), (1, 5, 4000, 1)
     for layout, dtype, (n, c, p, groups) in product(("NCHW", "NHWC"), ("float32", "float16", "bfloat16"), sizes):
         one = norms.Norm(dtype, layout, n, c, p, groups, activation="silu")

@@ -309,7 +309,7 @@ def test_it_is_chosen_for_large_filters(size, taps, chosen):
         (ConvProblem.forward(2, (1, 1, 90, 90), (1, 1, 9, 9)), BlockFft(100, 128), "a length must be"), (ConvProblem.forward(2, (1, 1, 90, 90), (1, 1, 9, 9)), BlockFft(32, 128), "a length must be"),
         (ConvProblem.forward(2, (1, 1, 90, 90), (1, 1, 9, 9), stride=2), BlockFft(), "without stride"), (ConvProblem.forward(1, (1, 1, 9000), (1, 1, 5000)), BlockFft(64, 64), "must fit"),
         (ConvProblem.forward(3, (1, 1, 9, 90, 90), (1, 1, 3, 9, 9)), BlockFft(), "a length must be"), (ConvProblem.forward(2, (1, 1, 90, 90), (1, 1, 9, 9)), BlockFft(64, 64, 64), "LENGTH_D must be 1"), (ConvProblem.forward(2, (1, 2, 90, 90), (1, 2, 9, 9)), BlockFft(), "one channel"),
-        (ConvProblem.forward(2, (0, 1, 90, 90), (1, 1, 9, 9)), BlockFft(), "nothing to transform"), (ConvProblem.forward(2, (1, 1, 900, 900), (1, 1, 9, 129)), BlockFft(128, 128), "must fit"),
+        (ConvProblem.forward(2, (0, 1, 90, 90), (1, 1, 9, 9)), BlockFft(), "nothing to compute"), (ConvProblem.forward(2, (1, 1, 900, 900), (1, 1, 9, 129)), BlockFft(128, 128), "must fit"),
         (ConvProblem.forward(2, (1, 8, 900, 900), (8, 1, 999, 999), groups=8, padding=500), BlockFft(6912, 6912), "spectra take"),
     ],
     ids=str,

@@ -112,6 +112,49 @@ def test_what_is_added_to_the_channels_of_an_image(where, how, last, turned):  #
     assert any("norm" in steps for steps in all_norms()) and not (last and sums)
 
 
+class OfPixels(nn.Module):
+    """RMS norms over channels, as decoders of videos write them; `kind` says what is different."""
+
+    def __init__(self, kind="", axes=2):
+        super().__init__()
+        self.kind, self.conv = kind, getattr(nn, f"Conv{axes}d")(8, 8, 3, padding=1)
+        self.gamma = nn.Parameter(torch.rand(8, *[1] * axes) + 0.5)
+
+    def forward(self, x):
+        y = F.normalize(x, dim=2 if self.kind == "axis" else 1)
+        y = y * (8 if self.kind == "factor" else 8**0.5)
+        y = (self.gamma * y + 0.0) if self.kind == "turned" else y * self.gamma
+        return self.conv(y + y.mean() if self.kind == "read" else F.silu(y))
+
+
+@pytest.mark.parametrize("axes", [2, 3])
+@pytest.mark.parametrize("kind, last, taken", [
+    ("", True, True), ("turned", True, True), ("read", True, True), ("", False, False), ("axis", True, False), ("factor", True, False),
+])  # fmt: skip
+def test_rms_norms_of_pixels(where, axes, kind, last, taken):  # noqa: F811
+    """Those whose channels lie last; pixels of zeros stay zeros."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 8, *(5, 4, 6)[:axes], device=where)
+    x[0, :, 1] = 0
+    form = {2: torch.channels_last, 3: torch.channels_last_3d}[axes]
+    x = x.contiguous(memory_format=form) if last else x
+    model = OfPixels(kind, axes)
+    model.conv.to(memory_format=form if last else torch.contiguous_format)
+    alike(lambda: copy.deepcopy(model), "light", False, None, x)
+    assert len(norms()) == taken
+    alike(lambda: copy.deepcopy(model), "light", True, "parameters", x)
+    assert not norms()
+
+
+@pytest.mark.parametrize("gradients", ["parameters", "input"])
+def test_what_else_reads_a_trained_norms_input_gets_it_from_the_norm(where, gradients):  # noqa: F811
+    """So the launch of the norm's gradient adds the other."""
+    torch.manual_seed(0)
+    alike(Block, "light", True, gradients, images(2, 8, 6, 5, where=where))
+    passed = [n for n in nodes("call_function") if n.target is __import__("operator").getitem and n.args[1] == 1]
+    assert len(passed) == (gradients == "input")  # else its input is known to need no gradient
+
+
 @HOWS
 def test_a_convolution_and_its_norm_are_one_call(where, how, monkeypatch):  # noqa: F811
     monkeypatch.setattr(group_norms, "JOINS", True)

@@ -212,7 +212,7 @@ def test_what_it_refuses():
     assert dmma.refusal(asked, Dmma()) is None
     assert "float64" in dmma.refusal(replace(asked, dtype="float32"), Dmma())
     assert "32 bits" in dmma.refusal(problem("y", (5000, 512, 32, 32), (64, 512, 1, 1)), Dmma())
-    assert "tiles" in dmma.refusal(asked, Dmma(96, 128)) and "split" in dmma.refusal(asked, Dmma(SPLIT=0))
+    assert "(BLOCK_M, BLOCK_N) must be one of" in dmma.refusal(asked, Dmma(96, 128)) and "split" in dmma.refusal(asked, Dmma(SPLIT=0))
     lines = problem("x", (2, 16, 40), (64, 16, 3))  # cuDNN sums them by tap
     assert "cut" in dmma.refusal(lines, Dmma(128, 64)) and dmma.refusal(lines, Dmma(128, 64, 3)) is dmma.refusal(lines, Dmma(64, 64)) is None
     for capability in ((7, 0), (8, 6), (8, 9), (12, 0)):

@@ -154,3 +154,5 @@ def test_the_site_is_built_without_a_warning(python_env, tmp_path):
     public = "".join(page.read_text() for page in (tmp_path / "site" / "reference").glob("*.html"))
     assert all(f'id="pycuda_conv.{each}"' in public for each in pc.__all__)
     assert len(os.listdir(tmp_path / "site" / "_images")) >= 15
+    kernel = (tmp_path / "site" / "source" / "cu" / "hopper" / "planes.cu.html").read_text()  # shown, and its includes are links
+    assert "skeleton.cuh.html" in kernel and 'href="source/cu/direct/single.cu.html"' in (tmp_path / "site" / "course.html").read_text()

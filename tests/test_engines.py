@@ -39,6 +39,8 @@ def imported(path: Path) -> set[str]:
     return found
 
 
+base.complete(toy_engine)  # as registering does
+
 # ---- what holds for every engine
 
 

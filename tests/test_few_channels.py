@@ -173,7 +173,7 @@ BASE = CASES[1]
     [
         (replace(BASE, options={"groups": 2, "padding": 1}, weight_shape=(2, 16, 3, 3)), "fp16", FewChannels(), "of one group"), (fprop((0, 8, 4, 4), (4, 8, 1, 1)), "fp16", FewChannels(), "nothing to compute"),
         (fprop((2, 8, 4, 4, 4), (4, 8, 1, 1, 1)), "fp16", FewChannels(), "two spatial axes"), (fprop((1, 8, 2**14, 2**13), (1, 8, 3, 3)), "fp16", FewChannels(), "in 32 bits"),
-        (BASE, "fp16", FewChannels(32), "BLOCK_N must be one of 8, 16, 24, 48"), (BASE, "fp16", FewChannels(8, 4, 2), "(WARPS_W, PARTS) one of"), (fprop((1, 8, 9, 40), (1, 8, 3, 25)), "fp16", FewChannels(24), "25 taps"),
+        (BASE, "fp16", FewChannels(32), "BLOCK_N must be one of 8, 16, 24, 48"), (BASE, "fp16", FewChannels(8, 4, 2), "(WARPS_W, PARTS) must be one of"), (fprop((1, 8, 9, 40), (1, 8, 3, 25)), "fp16", FewChannels(24), "25 taps"),
         (fprop((1, 8, 9, 2**20), (1, 8, 3, 3), dilation=(2**10, 1), padding=(2**10, 1)), "fp16", FewChannels(), "between two taps"), (fprop((1, 8, 9, 90), (1, 8, 3, 3), dilation=(1, 20)), "fp16", FewChannels(8, 1), "beyond the tile's 32 columns"), (fprop((1, 2048, 9, 9), (1, 2048, 7, 7)), "fp16", FewChannels(), "bytes of shared memory"),
     ],
     ids=lambda v: str(v)[:40],

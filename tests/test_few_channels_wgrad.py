@@ -119,7 +119,7 @@ BASE = CASES[0]
 @pytest.mark.parametrize(
     ("case", "dtype", "layout", "config", "reason"),
     [
-        (BASE, "float16", "NCHW", FewChannelsWgrad(), "in the layouts CHWN"), (BASE, "float64", "NHWC", FewChannelsWgrad(), "float16, bfloat16 and float32"),
+        (BASE, "float16", "NCHW", FewChannelsWgrad(), "in the layouts CHWN"), (BASE, "float64", "NHWC", FewChannelsWgrad(), "float32, float16 and bfloat16"),
         (Filter((2, 16, 9, 11), (32, 4, 3, 3), groups=4), "float16", "NHWC", FewChannelsWgrad(), "of one group"),
         (Filter((0, 3, 9, 11), (32, 3, 3, 3)), "float16", "NHWC", FewChannelsWgrad(), "nothing to compute"),
         (Filter((2, 3, 4, 4, 4), (32, 3, 3, 3, 3)), "float16", "NHWC", FewChannelsWgrad(), "two spatial axes"),

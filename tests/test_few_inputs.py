@@ -186,10 +186,10 @@ BASE = CASES[0]
     [
         (replace(BASE, options={"groups": 3}, weight_shape=(21, 1, 3, 3)), "fp16 last", FewInputs(), "of one group"),
         (replace(BASE.problem("float16"), direction="wgrad"), None, FewInputs(), "takes arrays in the layouts"),
-        (fprop((0, 3, 4, 4), (4, 3, 1, 1)), "fp16 last", FewInputs(), "nothing to compute"), (BASE.problem("float64"), None, FewInputs(), "arrays of float32, float16"),
+        (fprop((0, 3, 4, 4), (4, 3, 1, 1)), "fp16 last", FewInputs(), "nothing to compute"), (BASE.problem("float64"), None, FewInputs(), "float32, float16 and bfloat16 arrays"),
         (dgrad((2, 3, 4, 4), (3, 8, 3, 3), stride=2), "fp16 last", FewInputs(), "without stride"), (fprop((1, 3, 9, 9), (4, 3, 3, 3), dilation=3), "fp16 last", FewInputs(), "multiples of 4 bytes"),
         (fprop((1, 4, 2**15, 2**14), (4, 4, 3, 3)), "fp16 last", FewInputs(), "in 32 bits"), (BASE, "fp16 last", FewInputs(24), "BLOCK_N must be one of 16, 32, 48, 64"),
-        (BASE, "fp16 last", FewInputs(64, 48), "COLUMNS one of 16"), (fprop((1, 4, 40, 40), (64, 4, 30, 30)), "fp16 last", FewInputs(), "bytes of shared memory"),
+        (BASE, "fp16 last", FewInputs(64, 48), "COLUMNS must be one of 16"), (fprop((1, 4, 40, 40), (64, 4, 30, 30)), "fp16 last", FewInputs(), "bytes of shared memory"),
     ],
     ids=lambda v: str(v)[:40],
 )  # fmt: skip

@@ -211,7 +211,7 @@ BASE = CASES[0]
     [
         (replace(BASE, options={"groups": 2, "padding": 1}, weight_shape=(40, 20, 3, 3)), "fp16", FewPixels(), "of one group"), (fprop((0, 8, 4, 4), (4, 8, 1, 1)), "fp16", FewPixels(), "nothing to compute"),
         (fprop((2, 8, 4, 4, 4), (4, 8, 1, 1, 1)), "fp16", FewPixels(), "two spatial axes"), (fprop((1, 8, 2**14, 2**14), (8, 8, 1, 1)), "fp16", FewPixels(), "in 32 bits"), (BASE, "fp16 last", FewPixels(), "not in NHWC"),
-        (BASE, "fp16", FewPixels(48), "a tile has"), (BASE, "fp16", FewPixels(32, 64), "a tile has"), (BASE, "fp16", FewPixels(32, 32, 1), "a tile has"), (fprop((1, 9, 7, 7), (8, 9, 1, 1)), "fp32", FewPixels(), "16 bytes"),
+        (BASE, "fp16", FewPixels(48), "BLOCK_M must be one of"), (BASE, "fp16", FewPixels(32, 64), "BLOCK_N must be one of"), (BASE, "fp16", FewPixels(32, 32, 1), "CLUSTER must be one of"), (fprop((1, 9, 7, 7), (8, 9, 1, 1)), "fp32", FewPixels(), "16 bytes"),
         (dgrad((1, 16, 7, 7), (16, 7, 1, 1)), "fp16", FewPixels(), "16 bytes"), (fprop((1, 8, 20, 20), (8, 8, 12, 11)), "fp16", FewPixels(), "128 taps"), (dgrad((1, 16, 9, 7), (16, 8, 3, 3), stride=3), "fp16", FewPixels(), "stride phases"), (dgrad((1, 16, 9, 7), (16, 8, 3, 3), stride=2), "fp16", FewPixels(), "32 pixels"),
         (fprop((1, 8, 200, 1000), (8, 8, 3, 3), dilation=90), "fp32", FewPixels(), "shared memory"),
     ],

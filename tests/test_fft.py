@@ -431,7 +431,7 @@ def test_other_types_and_what_follows_the_sums_by_default(device, dtype):
         (PLAIN, Fft(32, 32), "must be one of"), (fprop((1, 1, 90, 90), (1, 1, 9, 9), stride=2), Fft(), "without stride"),
         (fprop((1, 1, 90, 90), (1, 1, 9, 9), dilation=2), Fft(), "without stride and dilation"), (fprop((1, 1, 9, 9, 9), (1, 1, 9, 9, 9)), Fft(), "two spatial axes"),
         (fprop((1, 1, 90, 90), (1, 1, 65, 9)), Fft(), "must fit in a tile"), (fprop((1, 1, 90, 90), (1, 1, 9, 2)), Fft(), "a filter must be larger"),
-        (fprop((0, 1, 90, 90), (1, 1, 9, 9)), Fft(), "nothing to transform"), (fprop((128, 256, 90, 90), (256, 256, 9, 9)), Fft(), "spectra take"),
+        (fprop((0, 1, 90, 90), (1, 1, 9, 9)), Fft(), "nothing to compute"), (fprop((128, 256, 90, 90), (256, 256, 9, 9)), Fft(), "spectra take"),
     ],
 )  # fmt: skip
 def test_refusals(case, config, message):

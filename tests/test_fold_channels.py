@@ -63,7 +63,7 @@ def test_the_kernels_compute_it(case, mode):
     ids=str,
 )  # fmt: skip
 def test_a_configuration_says_why_it_cannot(case, mode, config, reason):
-    check_refused(fold_channels.refusal, lambda problem, config: engines.schedule(problem, config, H200), asked(case, mode), config, reason)
+    check_refused(fold_channels.LEGAL.refusal, lambda problem, config: engines.schedule(problem, config, H200), asked(case, mode), config, reason)
 
 
 @pytest.mark.gpu

@@ -85,7 +85,7 @@ BASE = CASES[0]
     [
         (asked(BASE, "fp32"), GatheredPlanes(), "precision='tf32'"), (asked(BASE, "fp16 last"), GatheredPlanes(), "in the layouts NCHW, not in NHWC"), (asked(fprop((0, 8, 8, 8), (8, 8, 1, 1)), "fp16"), GatheredPlanes(), "nothing to compute"),
         (asked(fprop((2, 8, 8, 8), (8, 8, 3, 3), padding=1), "fp16"), GatheredPlanes(), "1x1 filters"), (asked(fprop((2, 12, 8, 8), (8, 12, 1, 1)), "fp16"), GatheredPlanes(), "multiple of 16 bytes"), (asked(fprop((2, 16, 8, 8), (8, 8, 1, 1), groups=2), "fp16"), GatheredPlanes(), "of one group"),
-        (asked(fprop((2, 2**14, 256, 256), (8, 2**14, 1, 1)), "fp16"), GatheredPlanes(), "32 bits"), (asked(BASE, "fp16"), GatheredPlanes(128, 256), "its tiles are"),
+        (asked(fprop((2, 2**14, 256, 256), (8, 2**14, 1, 1)), "fp16"), GatheredPlanes(), "32 bits"), (asked(BASE, "fp16"), GatheredPlanes(128, 256), "(BLOCK_M, BLOCK_N) must be one of"),
         (asked(BASE, "fp16"), GatheredPlanes(64, 64, 8), "bytes of shared memory"), (asked(BASE, "fp16"), GatheredPlanes(64, 64, 1), "room for the sums"), (asked(BASE, "fp16"), GatheredPlanes(64, 64, 6, 3), "blocks and groups"),
     ],
     ids=lambda v: str(v)[:50],

@@ -121,7 +121,7 @@ BASE = CASES[0]
         (Filter((2, 24, 4, 4), (24, 12, 1, 1), groups=2), "float16", "NHWC", GroupedWgrad(), "by 16 bytes"),
         (Filter((2, 20, 4, 4), (40, 4, 1, 1), groups=5), "float16", "NHWC", GroupedWgrad(), "by 16 bytes"),
         (Filter((2, 400, 4, 4), (16, 200, 1, 1), groups=2), "float16", "NHWC", GroupedWgrad(), "at most 128 channels"),
-        (BASE, "float16", "NHWC", GroupedWgrad(3), "a block has"), (CASES[7], "float16", "NHWC", GroupedWgrad(4), "8 steps together"),
+        (BASE, "float16", "NHWC", GroupedWgrad(3), "UNITS must be one of"), (CASES[7], "float16", "NHWC", GroupedWgrad(4), "8 steps together"),
         (BASE, "float16", "NHWC", GroupedWgrad(4, 8, 16, 64), "bytes of shared memory"), (BASE, "float16", "NHWC", GroupedWgrad(1, 2, 9, 11, 2), "each part"),
     ],
     ids=lambda v: str(v)[:40],

@@ -9,9 +9,10 @@ import pytest
 import pycuda_conv as pc
 from pycuda_conv import ConvProblem, engines, tune
 from pycuda_conv.cli import main
+from pycuda_conv.runtime import get_device
 from pycuda_conv.runtime.target import Target
 from pycuda_conv.tools import plots, report
-from pycuda_conv.tools.benchmarks import energybench, pages
+from pycuda_conv.tools.benchmarks import energybench, numbersbench, pages
 from pycuda_conv.tools.benchmarks import layerbench as bench
 from pycuda_conv.tools.terminal import ToolError
 from pycuda_conv.tune import lookup
@@ -74,6 +75,15 @@ def test_means_and_pages():
     assert "| tf32 | 3 | 0.91 | 0.50 | 1 | 33.3% |" in text and "| tf32 dgrad | layer 0 | 0.50 |" in text
 
 
+@pytest.mark.parametrize("numbers", numbersbench.NUMBERS)
+def test_fp32_with_every_kind_of_numbers(device, numbers):
+    """Right with each; the row tells both sides' errors, and on a GPU the times."""
+    problem = ConvProblem.forward(2, (9, 16, 9, 11), (24, 16, 3, 3), padding=1)
+    row = numbersbench.measure(torch, pc.Plan(problem, get_device(device)), numbers, 3)
+    assert not row.wrong and row.errors[bench.OURS] < 2e-6 and row.numbers == numbers
+    assert len(row.cells()) == len(numbersbench.COLUMNS) and (row.cells()[2] == "-") == (device == "opencl")
+
+
 def test_the_chart_of_time_and_error(tmp_path):
     """Over the layers that every way computed; the same figures give the same bytes."""
     pytest.importorskip("matplotlib")
@@ -99,7 +109,7 @@ def test_without_measured_choices(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("words, message", [
     ("--suite drawn --host", "--suite drawn and --host are two benchmarks"), ("--suite kernelbench --mode fp16", "--mode is not for --suite"),
-    ("--suite drawn --only x", "--only is not for --suite"), ("--draw 3 --suite kernelbench", "--draw goes with --models and --suite drawn only"),
+    ("--suite drawn --only x", "--only is not for --suite"), ("--suite numbers --mode fp16", "--mode is not for --suite"), ("--draw 3 --suite kernelbench", "--draw goes with --models and --suite drawn only"),
 ])  # fmt: skip
 def test_options_that_do_not_go_together(words, message, capsys):
     assert main(["bench", *words.split()]) == 2
@@ -135,7 +145,7 @@ def test_pages_say_of_which_kernels_their_figures_are(tmp_path, monkeypatch, cap
     (own / "a.cu").write_text("int b;\n")
     pages.digest.cache_clear()
     assert [one.split(":")[0] for one in pages.outdated(tmp_path)] == ["docs/results.md, results", "docs/results.md, host", "README.md, drawn"]
-    assert all(command[0] == "bench" for command in pages.COMMANDS)
+    assert all(command[0] == "bench" for command in pages.COMMANDS.values())
     pages.digest.cache_clear()
 
 

@@ -130,8 +130,8 @@ def test_registers_have_no_addresses(tmp_path):
         ("product", ((2, 3, 2, 8), (4, 3, 3, 3)), "product takes"),
         ("halo", ((2, 3, 12, 12), (4, 3, 9, 3)), "9 x 3"),
         ("fourier", ((2, 1, 1, 500), (4, 1, 1, 129)), "128 taps"),
-        ("depthwise_columns", ((2, 8, 8, 4), (4, 5, 5)), r"\(c, 3, 3\)"),
-        ("filter_gradient", ((2, 3, 8, 8), (1, 4, 6, 6)), "gradient of the result"),
+        ("depthwise_columns", ((2, 8, 8, 4), (4, 5, 5)), "3 x 3, got 5 x 5"),
+        ("filter_gradient", ((2, 3, 8, 8), (1, 4, 6, 6)), r"\(n, k, p, q\)"),
     ],
 )
 def test_shapes_that_do_not_belong_together(name, shapes, words):

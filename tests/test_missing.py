@@ -83,3 +83,29 @@ def test_what_does_not_fit_is_refused():
         pc.conv2d(x.astype("complex64"), w, nan="interpolate")
     with pytest.raises(TypeError, match="mask must be an array of bool"):
         pc.conv2d(x, w, mask=[True])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "float64", "uint8"])
+def test_gpuarrays(dtype):
+    gpuarray = pytest.importorskip("pycuda.gpuarray")
+    ndimage = pytest.importorskip("pycuda_conv.ndimage")
+    rng = np.random.default_rng(2)
+    x, w, gone = rng.random((2, 3, 9, 11)) * 100, rng.random((4, 3, 3, 3)), rng.random((9, 11)) < 0.2
+    x = x.astype(dtype)
+    if dtype != "uint8":
+        x[rng.random(x.shape) < 0.2] = np.nan
+    taps = w.astype("float64" if dtype == "float64" else "float32")
+    with pc.runtime.get_device("cuda:0").current():
+        there, filter, mask = gpuarray.to_gpu(x), gpuarray.to_gpu(taps), gpuarray.to_gpu(gone)
+        got = pc.conv2d(there, filter, padding=1, nan="interpolate", mask=mask).get()
+        np.testing.assert_allclose(got, pc.conv2d(x, taps, padding=1, nan="interpolate", mask=gone, device="cuda:0"), rtol=3e-6)
+        got = pc.conv2d(there, filter, padding=1, mask=mask, fill=3).get()
+        np.testing.assert_array_equal(got, pc.conv2d(x, taps, padding=1, mask=gone, fill=3, device="cuda:0"))
+        image, hidden = there[1, 2], gpuarray.to_gpu(np.ascontiguousarray(gone))
+        for options in ({"nan": "interpolate"}, {"mask": hidden}, {"nan": "interpolate", "mask": hidden, "preserve_nan": True}, {"mask": hidden, "fill": 2.0}):
+            if dtype == "uint8" and options.get("preserve_nan"):
+                continue
+            on_host = {name: gone if value is hidden else value for name, value in options.items()}
+            got = ndimage.gaussian_filter(image, 1.0, output="float32", **options).get()
+            np.testing.assert_allclose(got, ndimage.gaussian_filter(x[1, 2], 1.0, output="float32", device="cuda:0", **on_host), rtol=3e-6)

@@ -125,14 +125,14 @@ def check(name, x, arguments, got):
         np.testing.assert_allclose(got, exact, rtol=0, atol=tolerance)
 
 
-def random_calls(count, seed):
+def random_calls(count, seed, device="opencl"):
     rng = np.random.default_rng(seed)
     for number in range(count):
         name, x, arguments = drawn(rng)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                check(name, x, arguments, getattr(ours, name)(x, device="opencl", **arguments))
+                check(name, x, arguments, getattr(ours, name)(x, device=device, **arguments))
         except Exception as error:
             raise AssertionError(f"call {number} of seed {seed}: {name} of {x.dtype} {x.shape}, {arguments}") from error
 
@@ -140,6 +140,12 @@ def random_calls(count, seed):
 @pytest.mark.parametrize("seed", range(4))
 def test_random_calls_against_scipy(seed):
     random_calls(100, seed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(50))
+def test_five_thousand_random_calls_on_a_gpu(seed):
+    random_calls(100, 9000 + seed, "cuda:0")
 
 
 # ---- cases as data

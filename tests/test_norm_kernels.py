@@ -23,7 +23,8 @@ def exact(norm, x, gamma, beta):
     """In float64: the result, and mean and 1 / sqrt(variance + eps). Arrays are (N, C, P)."""
     of = x.astype(np.float64).reshape(norm.N, norm.groups, -1)
     mean = np.zeros((norm.N, norm.groups, 1)) if norm.rms else of.mean(2, keepdims=True)
-    rstd = 1 / np.sqrt(((of - mean) ** 2).mean(2, keepdims=True) + norm.eps)
+    square = ((of - mean) ** 2).mean(2, keepdims=True)
+    rstd = 1 / np.sqrt(np.maximum(square, norm.eps) if norm.rms == 2 else square + norm.eps)
     out = ((of - mean) * rstd).reshape(x.shape)
     out = out * (1 if gamma is None else gamma.astype(np.float64)[:, None]) + (0 if beta is None else beta.astype(np.float64)[:, None])
     return SPECIAL[norm.activation](out), np.concatenate([mean, rstd], 2)
@@ -60,7 +61,8 @@ CASES = [
     (Norm("float16", "NCHW", 2, 32, 70, 4, activation="silu"), ROWS), (Norm("bfloat16", "NCHW", 1, 20, 49, 2, wide=(True, True)), ROWS),
     (Norm("float32", "NCHW", 3, 96, 1, 1, activation="gelu"), ROWS), (Norm("float16", "NHWC", 37, 40, 1, 1, activation="relu"), ROWS),
     (Norm("bfloat16", "NCHW", 5, 1536, 1, 1, rms=True, wide=(True, False)), ROWS), (Norm("float32", "NCHW", 1, 6, 1000, 2), ROWS),
-    (Norm("float32", "NCHW", 1, 3, 7, 3), ROWS),
+    (Norm("float32", "NCHW", 1, 3, 7, 3), ROWS), (Norm("bfloat16", "NCHW", 19, 96, 1, 1, eps=1e-26, rms=2, activation="silu"), ROWS),
+    (Norm("float32", "NCHW", 7, 40, 1, 1, eps=1.1, rms=2), ROWS),
     (Norm("float16", "NCHW", 2, 32, 1000, 4, activation="silu"), SLICED_ROWS), (Norm("float32", "NCHW", 1, 6, 3001, 3), SLICED_ROWS),
     (Norm("bfloat16", "NCHW", 2, 3000, 1, 1, activation="gelu"), SLICED_ROWS),
 ]  # fmt: skip
@@ -123,15 +125,18 @@ def exact_gradients(norm, x, gamma, beta, dout):
     return [one.numpy() for one in torch.autograd.grad(z, of, torch.from_numpy(dout.astype(np.float64)))]
 
 
-def computed_gradients(norm, x, gamma, beta, dout, stats, seed=1):
-    steps, workspace = engine.backward(norm, 2)
-    lying = [np.ascontiguousarray(one if norm.layout == "NCHW" else np.moveaxis(one, 1, 2)) for one in (x, dout)]
-    as_bytes = [np.frombuffer(one.tobytes(), np.uint8) for one in (*lying, stats.astype("f"), gamma, beta)]
+def computed_gradients(norm, x, gamma, beta, dout, stats, form="", seed=1, more=None):
+    steps, workspace = engine.backward(norm, 2, form)
+    assert (steps[0].kernel == "norm_small_dx") == (form == "" and engine.small_of(norm) is not None)
+    given = (x, dout) if more is None else (x, dout, more)
+    lying = [np.ascontiguousarray(one if norm.layout == "NCHW" else np.moveaxis(one, 1, 2)) for one in given]
+    as_bytes = [np.frombuffer(one.tobytes(), np.uint8) for one in (*lying[:2], stats.astype("f"), gamma, beta, *lying[2:])]
+    as_bytes += [None] * (more is None)
     made = [np.full(n, 0xFF, np.uint8) for n in (lying[0].nbytes, gamma.nbytes, beta.nbytes, workspace)]
     memory = SimpleNamespace(buffers=[*as_bytes, *made])
     simt.run([[step] for step in steps], memory, seed)
-    dx = memory.buffers[5].view(x.dtype).reshape(lying[0].shape)
-    return (dx if norm.layout == "NCHW" else np.moveaxis(dx, 2, 1)), memory.buffers[6].view(gamma.dtype), memory.buffers[7].view(beta.dtype)
+    dx = memory.buffers[6].view(x.dtype).reshape(lying[0].shape)
+    return (dx if norm.layout == "NCHW" else np.moveaxis(dx, 2, 1)), memory.buffers[7].view(gamma.dtype), memory.buffers[8].view(beta.dtype)
 
 
 GRADIENTS = [case[0] for case in CASES if engine.gradient_fits(case[0])] + [
@@ -140,18 +145,24 @@ GRADIENTS = [case[0] for case in CASES if engine.gradient_fits(case[0])] + [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("norm", GRADIENTS, ids=str)
-def test_gradients_are_float64s(norm):
+@pytest.mark.parametrize("norm, form", [(norm, "") for norm in GRADIENTS] + [(norm, PLANES) for norm in GRADIENTS if engine.small_of(norm)], ids=str)
+def test_gradients_are_float64s(norm, form):
     x, gamma, beta = operands(norm)
     dout = np.random.default_rng(5).standard_normal(x.shape).astype(x.dtype)
     _, stats = exact(norm, x, gamma, beta)
     wanted = exact_gradients(norm, x, gamma, beta, dout)
-    found = computed_gradients(norm, x, gamma, beta, dout, stats)
+    found = computed_gradients(norm, x, gamma, beta, dout, stats, form)
     for one, right in zip(found, wanted, strict=True):
         limit = LIMITS[one.dtype.name] * 4
         assert np.abs(one.astype("d") - right).max() < limit * max(np.abs(right).max(), 1)
-    again = computed_gradients(norm, x, gamma, beta, dout, stats, seed=4)
+    again = computed_gradients(norm, x, gamma, beta, dout, stats, form, seed=4)
     assert all(a.tobytes() == b.tobytes() for a, b in zip(found, again, strict=True))
+    if engine.adds_more(norm):
+        more = np.random.default_rng(6).standard_normal(x.shape).astype(x.dtype)
+        dx, *others = computed_gradients(norm, x, gamma, beta, dout, stats, form, more=more)
+        right = wanted[0] + more.astype("d")
+        assert np.abs(dx.astype("d") - right).max() < LIMITS[dx.dtype.name] * 4 * max(np.abs(right).max(), 1)
+        assert all(a.tobytes() == b.tobytes() for a, b in zip(found[1:], others, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["float16", "float32"])

@@ -108,6 +108,28 @@ def test_gradients(where, dtype, last, shape, groups, activation):
         assert results[0][0].stride() == x.stride()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("shape, groups", [((2, 32, 9, 7), 4), ((2, 64, 130, 100), 32), ((3, 6, 16, 16), 1)])
+def test_what_else_reads_x_gets_it_from_the_norm(where, dtype, last, shape, groups):
+    """Its gradient is added by the launch of the norm's, at first and when that is repeated; and alone, where nobody reads the norm."""
+    if where == "cpu" and last:
+        pytest.skip("torch's own gradient crashes on some CPUs")
+    norm = normalise.norm_of_graph(normalise.Asked(groups, 0, 1e-5, False, "silu"), True)
+    x, gamma, beta = numbers(*shape, where=where, dtype=dtype, last=last), numbers(shape[1], where=where), numbers(shape[1], where=where)
+    wide = x.double().requires_grad_()
+    wanted = F.silu(F.group_norm(wide, groups, gamma.double(), beta.double())) + wide.square()
+    given = torch.randn_like(x)
+    (right,) = torch.autograd.grad(wanted, wide, given.double())
+    for _ in range(3):
+        leaf = x.detach().requires_grad_()
+        out, passed = norm(leaf, gamma, beta)
+        (dx,) = torch.autograd.grad(out + passed.square(), leaf, given, retain_graph=True)
+        assert far(dx, right)[0] < {torch.float32: 2e-6, torch.float16: 2e-3}[dtype]
+        (alone,) = torch.autograd.grad(passed, leaf, given)
+        assert torch.equal(alone, given)
+
+
 @pytest.mark.parametrize("rms", [False, True])
 def test_gradients_of_rows(where, rms):
     torch.manual_seed(0)

@@ -15,6 +15,7 @@ from pycuda_conv.engines import registry
 from pycuda_conv.runtime.target import Target
 
 pytestmark = pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
+COPIES = "border_copy", "border_rows", "border_planes_copy"
 NEAR = ("zeros", "replicate", "reflect", "circular", "symmetric")
 
 
@@ -58,7 +59,7 @@ def drawn_for(inner, seed: int, *args) -> tuple[Drawn, engines.Bordered]:
     config = engines.Bordered(str(inner))
     for drawn in (Drawn(seed + 1000 * again, *args) for again in range(10)):
         assert registry.refusal(drawn.problem, config, Target("sm_90a")) is None
-        if not {"border_copy", "border_rows"} & {step.kernel for stage in emulator.program_of(drawn.problem, config, 3).whole for step in stage}:
+        if not set(COPIES) & {step.kernel for stage in emulator.program_of(drawn.problem, config, 3).whole for step in stage}:
             return drawn, config
         assert drawn.problem.direction == "wgrad"
     raise AssertionError("each was copied")
@@ -113,7 +114,7 @@ def test_borders_that_packing_leaves_to_a_copy():
     for mode, pad in (("constant", 1), ("circular", 9), ("reflect", 8)):
         problem = ConvProblem.forward(2, (2, 16, 8, 8), (24, 16, 3, 3), padding=pad, padding_mode=mode, padding_value=float(mode == "constant"))
         kernels = [step.kernel for stage in emulator.program_of(problem, engines.Bordered(str(engines.ImplicitGemm(64, 64, 2))), 3).whole for step in stage]
-        assert kernels[0] in ("border_copy", "border_rows")
+        assert kernels[0] in COPIES
     assert set(NUMPYS) == set(borders.MODES)
 
 
@@ -153,7 +154,7 @@ def test_copies_for_gradients_of_filters_of_channels_last(groups):
     wide = torch.from_numpy(np.pad(x.astype(np.float64), ((0, 0), (0, 0), (1, 1), (1, 1)), constant_values=2))
     want = torch.nn.grad.conv2d_weight(wide, w_shape, torch.from_numpy(dy.astype(np.float64)), groups=groups).numpy()
     config = engines.Bordered(str(engines.choose(problem.padded, Target("sm_90a"))))
-    assert emulator.program_of(problem, config, 3).whole[0][0].kernel in ("border_copy", "border_rows")
+    assert emulator.program_of(problem, config, 3).whole[0][0].kernel in COPIES
     np.testing.assert_array_equal(simt.computed(problem, config, x, dy).astype(np.float64), want)
 
 
@@ -242,3 +243,53 @@ def test_toeplitz_tiles_fill_the_columns_beside_their_rows(seed):
     config = engines.Bordered(str(engines.DepthwiseToeplitz(24)))
     assert [step.kernel for stage in emulator.program_of(problem, config, 3).whole for step in stage] == ["depthwise_toeplitz"]
     np.testing.assert_array_equal(simt.computed(problem, config, x, w, b, seeds=(seed,)).astype(np.float64), want)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_small_planes_get_their_border_and_give_it_back(seed):
+    """All modes on each side, also wider than the image; rows of any length, more planes than a block has, residuals."""
+    rng = np.random.default_rng(seed)
+    dtype, direction = ("float32", "float16", "float64")[seed % 3], ("fprop", "dgrad")[seed // 3 % 2]
+    c, size, taps = int(rng.integers(1, 20)), tuple(int(n) for n in rng.integers(2, 20, 2)), tuple(int(n) for n in rng.integers(1, 4, 2))
+    pads = tuple((int(a) + 2, int(b) + 1) for a, b in rng.integers(0, 4 if seed % 5 else 12, (2, 2)))
+    modes = tuple((str(a), str(b)) for a, b in rng.choice(borders.MODES, (2, 2)))
+    modes = (("reflect" if direction == "dgrad" else "constant", modes[0][1]), modes[1])
+    given = {"padding": pads, "padding_mode": modes, "padding_value": 2.0 if "constant" in str(modes) else 0.0, "dtype": dtype, "groups": c}
+    x_shape, w_shape = (37, c, *size), (c, 1, *taps)
+    problem = ConvProblem.forward(2, x_shape, w_shape, **given)
+    x, w, dy = (rng.integers(-4, 5, shape).astype("float32") for shape in (x_shape, w_shape, problem.result_shape))
+    drawn = Case(0)
+    drawn.ndim, drawn.pads, drawn.modes, drawn.value, drawn.options = 2, pads, modes, given["padding_value"], {"groups": c}
+    if direction == "fprop":
+        wide = padded(x, pads, modes, given["padding_value"]).astype(np.float64)
+        want, operands, kernel = reference(False, 2, wide, w, groups=c), (x, w), "border_planes_copy"
+    else:
+        problem = ConvProblem.gradient("input", 2, x_shape, w_shape, problem.result_shape, **given)
+        want, operands, kernel = drawn.by_torch(np.zeros(x_shape), w.astype(np.float64), dy.astype(np.float64))[0], (dy, w), "border_planes_fold"
+    inner = engines.Batched() if direction == "fprop" else engines.Dgrad()
+    config = engines.Bordered(str(inner))
+    assert registry.refusal(problem, config, Target("sm_90a")) is None
+    assert kernel in {step.kernel for stage in emulator.program_of(problem, config, 3).whole for step in stage}
+    got = simt.computed(problem, config, *(one.astype(dtype) for one in operands), seeds=(seed,))
+    np.testing.assert_array_equal(got.astype(np.float64), want.astype(dtype).astype(np.float64))
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8"])
+@pytest.mark.parametrize(("layout", "config"), [
+    ("NCHW", engines.ImplicitGemm(64, 64, 2)), ("NHWC", engines.ImplicitGemm(64, 64, 2)), ("NCHW", engines.ImplicitGemm(128, 64, 3)), ("NCHW", engines.ImplicitGemm(64, 64, 2, 2)),
+])  # fmt: skip
+def test_an_image_of_bytes_takes_two_products(dtype, layout, config):
+    """Its second limb is 0. Whole numbers are exact, others as near as with three products."""
+    rng = np.random.default_rng(len(dtype) + len(layout))
+    x_shape, w_shape = (2, 40, 9, 11), (70, 40, 3, 3)
+    problem = ConvProblem.forward(2, x_shape, w_shape, padding=1, padding_mode="reflect", layout=layout, input_dtype=dtype)
+    bordered = engines.Bordered(str(config))
+    made = [step for stage in emulator.program_of(problem, bordered, 3).whole for step in stage]
+    assert [step.defines["PRODUCTS"] for step in made if step.kernel == "hopper_gemm"] == [2]
+    limits = np.iinfo(dtype)
+    x = rng.integers(limits.min, limits.max, x_shape, dtype, endpoint=True)
+    wide = np.pad(x.astype(np.float64), ((0, 0), (0, 0), (1, 1), (1, 1)), "reflect")
+    for w in (rng.integers(-9, 10, w_shape).astype(np.float32), rng.standard_normal(w_shape).astype(np.float32)):
+        got, want = simt.computed(problem, bordered, x, w), reference(False, 2, wide, w)
+        whole = (w == np.rint(w)).all()
+        np.testing.assert_allclose(got, want, rtol=0, atol=0 if whole else 4e-7 * reference(False, 2, abs(wide), abs(w)).max())

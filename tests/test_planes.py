@@ -79,7 +79,7 @@ BASE = CASES[0]
         (asked(fprop((2, 8, 8, 8), (8, 8, 3, 3), padding=1), "fp16"), Planes(), "1x1 filters without"), (asked(fprop((2, 8, 8, 8), (8, 8, 1, 1), stride=2), "fp16"), Planes(), "1x1 filters without"),
         (asked(fprop((2, 8, 7, 7), (8, 8, 1, 1)), "fp16"), Planes(), "multiple of 16 bytes"), (asked(fprop((2, 12, 8, 8), (8, 12, 1, 1)), "fp16"), Planes(), "multiple of 16 bytes"),
         (asked(fprop((2, 16, 8, 8), (8, 8, 1, 1), groups=2), "fp16"), Planes(), "of one group"), (asked(fprop((2, 2**14, 256, 256), (8, 2**14, 1, 1)), "fp16"), Planes(), "32 bits"),
-        (asked(BASE, "fp16"), Planes(128, 256), "its tiles are"), (asked(BASE, "fp16"), Planes(128, 192, 5), "bytes of shared memory"), (asked(BASE, "fp16"), Planes(64, 64, 1), "bytes of shared memory"),
+        (asked(BASE, "fp16"), Planes(128, 256), "(BLOCK_M, BLOCK_N) must be one of"), (asked(BASE, "fp16"), Planes(128, 192, 5), "bytes of shared memory"), (asked(BASE, "fp16"), Planes(64, 64, 1), "bytes of shared memory"),
     ],
     ids=lambda v: str(v)[:50],
 )  # fmt: skip

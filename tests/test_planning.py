@@ -198,7 +198,7 @@ def test_a_result_whose_moments_are_wanted_is_planned_with_what_they_cost():
         assert chosen == fastest if computed[0] else computed[1] or chosen == fastest
         if (us := engines.predicted(problem, fastest, device)) is None:
             continue
-        pass_us = registry.PASS_LAUNCH + problem.itemsize * math.prod(problem.result_shape) / registry.MEMORY
+        pass_us = registry.COST.PASS_LAUNCH + problem.itemsize * math.prod(problem.result_shape) / registry.MEMORY
         assert engines.predicted(problem, chosen, device) <= us + pass_us
         if not any(computed):
             near = [one for time, one in engines.predictions(problem, device) if time < us + pass_us and engines.uses_tensor_cores(one)]

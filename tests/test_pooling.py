@@ -18,6 +18,7 @@ POOLS = [
     Pool("bfloat16", (2, 16, 9, 11), (3, 3), (2, 2), (1, 1), (1, 1)), Pool("float32", (1, 4, 8, 7), (2, 2), (2, 2), (0, 0), (1, 1)),
     Pool("float16", (3, 8, 7, 10), (3, 2), (1, 3), (1, 0), (2, 1)), Pool("float32", (1, 12, 5, 5), (5, 4), (2, 1), (2, 2), (1, 1)),
     Pool("float32", (2, 3, 9, 11), (3, 3), (2, 2), (1, 1), (1, 1), "NCHW"), Pool("bfloat16", (2, 5, 7, 10), (3, 2), (1, 3), (1, 0), (2, 1), "NCHW"),
+    Pool("bfloat16", (1, 8, 13, 14), (3, 3), (2, 1), (0, 1), (3, 2)), Pool("float32", (1, 4, 13, 14), (2, 3), (4, 4), (1, 1), (1, 1)),
     Pool("float32", (1, 4, 8, 7), (3, 2), (2, 3), (1, 0), (1, 1), beyond=True), Pool("float32", (2, 3, 6, 4), (2, 2), (2, 3), (1, 1), (2, 1), "NCHW", True),
 ]  # fmt: skip
 
@@ -78,6 +79,34 @@ def test_a_window_without_a_pixel_has_no_maximum_and_no_gradient():
     assert not memory.buffers[2].view("f").any()
 
 
+MEANS = [
+    Pool("float16", (2, 16, 8, 10), (2, 2), (2, 2), (0, 0), (1, 1), mean=True), Pool("bfloat16", (1, 8, 9, 11), (3, 2), (2, 1), (1, 1), (1, 1), mean=True),
+    Pool("float32", (2, 4, 9, 7), (3, 4), (2, 3), (1, 2), (1, 1), mean=True, counted=False), Pool("float32", (1, 8, 5, 6), (3, 3), (1, 1), (1, 1), (1, 1), mean=True, divisor=7),
+    Pool("float32", (1, 4, 8, 7), (3, 2), (2, 3), (1, 0), (1, 1), beyond=True, mean=True), Pool("float16", (1, 8, 7, 8), (2, 3), (3, 2), (1, 1), (1, 1), beyond=True, mean=True, counted=False),
+]  # fmt: skip
+
+
+def their_means(pool, x):
+    return torch.nn.functional.avg_pool2d(x, pool.taps, pool.stride, pool.padding, pool.beyond, pool.counted, pool.divisor or None)
+
+
+@pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
+@pytest.mark.parametrize("pool", MEANS, ids=str)
+def test_means_and_their_gradient(pool):
+    assert pool.fits
+    x, dy = operands(pool)
+    x.requires_grad_()
+    y = their_means(pool, x)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    near = {"float32": 1e-6, "float16": 2.0**-10, "bfloat16": 2.0**-7}[pool.dtype]
+    for launch, given, wanted in ((pool.forward(), x, y), (pool.backward(), dy, dx)):
+        expected = lying(wanted.detach(), pool)
+        memory = SimpleNamespace(buffers=[as_bytes(lying(given.detach(), pool)), np.full(expected.nbytes, 0xFF, np.uint8)])
+        simt.run([[launch]], memory, 1)
+        found = memory.buffers[1].view(expected.dtype).reshape(expected.shape)
+        assert np.allclose(found.astype("f"), expected.astype("f"), atol=near, rtol=near)
+
+
 def as_bytes(array):
     return np.frombuffer(array.tobytes(), np.uint8)
 
@@ -87,6 +116,9 @@ def test_what_it_takes():
     assert pool.fits and pool.result_shape == (2, 16, 5, 6)
     others = {"stride": (0, 1), "dilation": (1,), "dtype": "float64", "shape": (2, 12, 9, 11), "taps": (16, 16), "padding": (2, 2)}
     assert not any(Pool(**{**vars(pool), name: value}).fits for name, value in others.items())
+    means = {"dilation": (1, 2), "divisor": -1, "shape": (2, 12, 9, 11)}
+    assert Pool(**{**vars(pool), "mean": True}).fits and Pool(**{**vars(pool), "mean": True, "taps": (16, 16)}).fits
+    assert not any(Pool(**{**vars(pool), "mean": True, name: value}).fits for name, value in means.items())
     assert not Pool(**{**vars(pool), "shape": (0, 16, 9, 11)}).fits and Pool(**{**vars(pool), "shape": (2, 3, 9, 11), "layout": "NCHW"}).fits
 
 
@@ -113,6 +145,39 @@ def test_a_graph_calls_ours_for_max_pooling(monkeypatch):
         assert torch.equal(given[0].grad, given[1].grad) and len(calls) == 2
         calls.clear()
     assert len(theirs(x)) == len(nn.compile(torch.nn.Sequential(torch.nn.MaxPool2d(2, return_indices=True)), "light")(x)[0]) and not calls
+
+
+def test_a_graph_calls_ours_for_means_in_light_mode(monkeypatch):
+    nn = pytest.importorskip("pycuda_conv.nn")
+    from pycuda_conv.nn import pooling
+
+    calls, genuine = [], pooling.mean_pool
+    monkeypatch.setattr(pooling, "mean_pool", lambda x, *windows: (calls.append(windows), genuine(x, *windows))[1])
+    options = {"ceil_mode": True, "count_include_pad": False}, {"divisor_override": 3}
+    theirs, x = torch.nn.Sequential(torch.nn.AvgPool2d(3, 2, 1, **options[0]), torch.nn.AvgPool2d((2, 1), **options[1])), torch.randn(1, 2, 9, 8)
+    ours = nn.compile(copy.deepcopy(theirs), "light")
+    given = [x.clone().requires_grad_() for _ in range(2)]
+    for one, images in zip((ours, theirs), given, strict=True):
+        one(images).square().sum().backward()
+    assert torch.equal(ours(x), theirs(x)) and torch.equal(given[0].grad, given[1].grad)
+    assert calls == 2 * [(3, 2, 1, True, False, None), ((2, 1), (2, 1), 0, False, True, 3)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pool", MEANS, ids=str)
+def test_means_on_a_gpu(pool):
+    from pycuda_conv.nn import pooling
+
+    options = pool.taps, pool.stride, pool.padding, pool.beyond, pool.counted, pool.divisor or None
+    x, dy = (a.cuda().to(getattr(torch, pool.dtype)).contiguous(memory_format=torch.channels_last) for a in operands(pool))
+    found = []
+    for function in (pooling.mean_pool, torch.nn.functional.avg_pool2d):
+        given = x.clone().requires_grad_()
+        y = function(given, *options)
+        found.append((y.detach(), *torch.autograd.grad(y, given, dy)))
+    assert found[0][0].is_contiguous(memory_format=torch.channels_last) and torch.equal(pooling.mean_pool(x, *options), found[0][0])
+    for mine, other in zip(*found, strict=True):
+        torch.testing.assert_close(mine, other)
 
 
 @pytest.mark.gpu

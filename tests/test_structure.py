@@ -59,7 +59,6 @@ MOST_LINES, MOST_FILES = 600, 30
 #: Files of more lines, and why they are not cut.
 LONG = {
     "problem.py": "one idea: what a convolution is, and all that is refused",
-    "tools/bench.py": "one idea: layers measured against torch",
 }  # fmt: skip
 
 

@@ -34,9 +34,9 @@ from pycuda_conv.runtime import cache as kernel_cache
 from pycuda_conv.runtime import get_device, launcher, pinned
 from pycuda_conv.runtime.opencl import OpenCLDevice
 from pycuda_conv.timing import Effort
-from pycuda_conv.tools import bench, info, report, suite, terminal, training, verify
-from pycuda_conv.tools.benchmarks import hostbench
-from pycuda_conv.tools.floors import Floor, _places, floor, for_plain_units, plain_floor, tensor_floor
+from pycuda_conv.tools import bench, info, oracle, report, suite, terminal, training, verify
+from pycuda_conv.tools.benchmarks import hostbench, peaks
+from pycuda_conv.tools.floors import Floor, Rates, _places, floor, for_plain_units, plain_floor, tensor_floor
 from pycuda_conv.tools.oracle import compare, reference, torch_for
 from pycuda_conv.tools.report import Row, geometric_mean, quantile
 from pycuda_conv.tools.terminal import FAILED, OK, UNUSABLE, ToolError
@@ -151,15 +151,15 @@ def test_operand_sets_and_checked_channels(problem):
         assert sets == timing.MOST_SETS or sets * problem.bytes >= 2 * cache
         assert sets == 1 or (sets - 1) * problem.bytes < 2 * cache
     own = problem.result_channels // problem.groups
-    chosen = bench.checked_channels(problem, 1)
-    if problem.flops <= bench.LARGE_FLOPS or own * problem.groups <= bench.CHECKED_CHANNELS:
+    chosen = oracle.checked_channels(problem, 1)
+    if problem.flops <= oracle.LARGE_FLOPS or own * problem.groups <= oracle.CHECKED_CHANNELS:
         assert chosen == list(range(own))
     else:
-        assert len(chosen) * problem.groups == bench.CHECKED_CHANNELS
+        assert len(chosen) * problem.groups == oracle.CHECKED_CHANNELS
         bounds = [i * own // len(chosen) for i in range(len(chosen) + 1)]
         assert all(first <= c < end for first, c, end in zip(bounds, chosen, bounds[1:], strict=False))  # one of each part, so that no tile is left out
-        assert chosen != bench.checked_channels(problem, 2)
-    assert bench.checked_channels(problem, 1) == chosen
+        assert chosen != oracle.checked_channels(problem, 2)
+    assert oracle.checked_channels(problem, 1) == chosen
 
 
 def test_every_kind_of_layer_is_in_the_suite():
@@ -258,6 +258,19 @@ def test_what_is_for_the_plain_units():
     # where the tensor cores run it all the same, the lower floor counts: none is beaten
     assert floor(grouped, tensor_cores=False) == plain_floor(grouped) and floor(grouped, tensor_cores=True) == tensor_floor(grouped)
     assert tensor_floor(grouped).us < plain_floor(grouped).us
+
+
+def test_a_gpu_s_floor_is_made_of_its_own_rates():
+    problem = _layer("conv2d 64x64x56x56", "fp32")
+    whole, half = (tensor_floor(problem, rates=rates) for rates in (Rates(8e14, 6e13, 4e12), Rates(4e14, 3e13, 2e12)))
+    assert (half.pack, half.compute, half.traffic) == pytest.approx((2 * whole.pack, 2 * whole.compute, 2 * whole.traffic))
+    assert whole.compute == pytest.approx(3 * problem.flops / 8e8) and str(Rates()).startswith("790 TFLOP/s of 16-bit products (263 ")
+
+
+def test_a_product_s_rate_is_that_of_its_best_round(monkeypatch, torch):
+    monkeypatch.setattr(peaks, "SIDE", 4)
+    monkeypatch.setattr(peaks, "gpu_times", lambda torch, ways, sets, effort, captured: ([ways[0](0) is None or [3e-6, 1e-6, 2e-6]], "events"))
+    assert peaks.product_rate(torch, "cpu", torch.float32) == pytest.approx(2 * 4**3 / 1e-6)
 
 
 def test_images_that_are_multiplied_as_they_lie_are_read_once():
@@ -386,8 +399,8 @@ def test_the_copy_s_bandwidth_is_that_of_the_best_round(monkeypatch):
 
     buffer.copy_ = gpu.neg = copy
     gpu.randn = lambda *shape, device: buffer
-    assert bench.copy_bandwidth(gpu, "cuda:0") == pytest.approx(8e6 / (1e-3 + gpu.LAUNCH))
-    assert len(copies) > bench.COPY_WARM_UP + 2 * bench.COPY_ROUNDS
+    assert peaks.copy_bandwidth(gpu, "cuda:0") == pytest.approx(8e6 / (1e-3 + gpu.LAUNCH))
+    assert len(copies) > peaks.COPY_WARM_UP + 2 * peaks.COPY_ROUNDS
 
 
 # ---- Markdown
@@ -786,14 +799,14 @@ def test_the_truth_of_some_channels_is_that_of_the_whole(torch, monkeypatch, pro
         assert x.permute(problem.order).is_contiguous() and sets.out[0].permute(problem.order).is_contiguous() and not x.is_contiguous()
     result = torch_for(problem)(x.double(), w.double()).to(x.dtype)
     torch.testing.assert_close(bench.rival(torch, problem, [x], [w])(0), result, rtol=0, atol=0.05)  # torch's float16 on the CPU is no better
-    monkeypatch.setattr(bench, "SLICE_BYTES", 1)  # image by image
-    whole = bench.Truth(torch, problem, x, w)
+    monkeypatch.setattr(oracle, "SLICE_BYTES", 1)  # image by image
+    whole = oracle.Truth(torch, problem, x, w)
     assert whole.channels == problem.result_channels and whole.errors(result).correct
-    monkeypatch.setattr(bench, "LARGE_FLOPS", 0)
-    monkeypatch.setattr(bench, "CHECKED_CHANNELS", 2 * problem.groups)
-    some = bench.Truth(torch, problem, x, w, seed=3)
+    monkeypatch.setattr(oracle, "LARGE_FLOPS", 0)
+    monkeypatch.setattr(oracle, "CHECKED_CHANNELS", 2 * problem.groups)
+    some = oracle.Truth(torch, problem, x, w, seed=3)
     own = problem.result_channels // problem.groups
-    checked = [group * own + c for group in range(problem.groups) for c in bench.checked_channels(problem, 3)]
+    checked = [group * own + c for group in range(problem.groups) for c in oracle.checked_channels(problem, 3)]
     assert some.channels == len(checked) == 2 * problem.groups and some.errors(result).correct
     for channel in range(problem.result_channels):
         broken = result.clone()
@@ -805,13 +818,13 @@ def test_the_truth_of_float64_has_twice_its_precision(torch):
     """Against fractions; a result with the errors of float64 sums is then told from one that is rounded once."""
     generator = torch.Generator().manual_seed(2)
     x, w = (torch.randn(shape, dtype=torch.float64, generator=generator) for shape in ((1, 7, 6, 5), (3, 7, 3, 3)))
-    high, low = bench.doubled(torch, torch.nn.functional.conv2d, x, w)
+    high, low = oracle.doubled(torch, torch.nn.functional.conv2d, x, w)
     for k, p, q in ((0, 0, 0), (2, 3, 1)):
         taps = [(c, r, s) for c in range(7) for r in range(3) for s in range(3)]
         right = sum(Fraction(float(x[0, c, p + r, q + s])) * Fraction(float(w[k, c, r, s])) for c, r, s in taps)
         assert abs(Fraction(float(high[0, k, p, q])) + Fraction(float(low[0, k, p, q])) - right) < Fraction(1, 2**66)
     problem = ConvProblem.forward(2, tuple(x.shape), tuple(w.shape), dtype="float64")
-    truth = bench.Truth(torch, problem, x, w)
+    truth = oracle.Truth(torch, problem, x, w)
     assert 0 < truth.errors(high).relative < 1.2e-16 < truth.errors(high * (1 + 2**-51)).relative
 
 

@@ -151,7 +151,7 @@ BASE = CASES[0]
     [
         (asked(BASE, "fp32"), ViaNhwc(), "float16 and bfloat16"), (asked(BASE, "fp16 last"), ViaNhwc(), "in the layouts NCHW, CNHW, CHWN, not in NHWC"), (asked(fprop((0, 8, 5, 5), (8, 8, 3, 3)), "fp16"), ViaNhwc(), "nothing to compute"),
         (asked(fprop((2, 2**14, 256, 257), (8, 2**14, 1, 1)), "fp16"), ViaNhwc(), "32 bits"), (asked(BASE, "fp16"), ViaNhwc("Tile()"), "takes arrays in the layouts NCHW, CNHW, not in NHWC"),
-        (asked(BASE, "fp16"), ViaNhwc("DenseNhwc(BLOCK_M=96)"), "a tile has"), *((asked(BASE, "fp16"), ViaNhwc(text), "as it is printed") for text in ("", "1", "Gemm", "Gemm(1)", "a.Gemm()", "Nobody()", "Gemm(BLOCK_M='a')", "Gemm(BLOCK_M=print())")),
+        (asked(BASE, "fp16"), ViaNhwc("DenseNhwc(BLOCK_M=96)"), "BLOCK_M must be one of 64, 128"), *((asked(BASE, "fp16"), ViaNhwc(text), "as it is printed") for text in ("", "1", "Gemm", "Gemm(1)", "a.Gemm()", "Nobody()", "Gemm(BLOCK_M='a')", "Gemm(BLOCK_M=print())")),
     ],
     ids=lambda v: str(v)[:50],
 )  # fmt: skip

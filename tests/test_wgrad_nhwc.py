@@ -254,7 +254,7 @@ BASE = CASES[0]
 @pytest.mark.parametrize(
     ("problem", "config", "reason"),
     [
-        (BASE.problem("float64"), WgradNhwc(), "float16, bfloat16 and float32"), (precise(BASE), WgradNhwc(64, 128), "64 rows and 64 columns"), (BASE.problem(layout="NCHW"), WgradNhwc(), "without stride and padding"),
+        (BASE.problem("float64"), WgradNhwc(), "float32, float16 and bfloat16"), (precise(BASE), WgradNhwc(64, 128), "64 rows and 64 columns"), (BASE.problem(layout="NCHW"), WgradNhwc(), "without stride and padding"),
         (PLANES[0].problem("float32"), WgradNhwc(64, 64), "NCHW arrays of float16 and bfloat16"), (Filter((2, 8, 14, 14), (8, 8, 1, 1)).problem(layout="NCHW"), WgradNhwc(), "multiple of 16 bytes"),
         (Filter((2, 9, 8, 8), (8, 9, 1, 1)).problem(layout="NCHW"), WgradNhwc(), "two neighbouring channels"),
         (Filter((2, 18, 8, 8), (12, 6, 1, 1), groups=3).problem(layout="NCHW"), WgradNhwc(), "together a multiple of 16 bytes"), (Filter((2, 8, 8, 8), (8, 8, 1, 1), stride=(2,)).problem(layout="NCHW"), WgradNhwc(), "without stride"),

@@ -32,13 +32,7 @@ class ToyArguments(NamedTuple):
 
 CONFIGS = (Toy,)
 LAYOUTS = ("NCHW",)
-TENSOR_CORES = False
 MOST_VARIANTS = {"cuda": 8, "opencl": 8}
-
-
-def unsupported(device: Device) -> str | None:
-    """None: the kernel runs on every device."""
-    return None
 
 
 def refusal(problem: ConvProblem, config: Toy) -> str | None:
@@ -85,7 +79,3 @@ def variants(device: Device) -> tuple[VariantSet, ...]:
     """A text for a type and a number of threads."""
     choices = {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": (0, 1), "THREADS": (128, 256)}
     return (VariantSet("toy_engine", choices),)
-
-
-def filter_key(problem: ConvProblem, config: Toy) -> None:
-    """None: the kernel reads the filter as it is."""

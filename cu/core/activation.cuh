@@ -45,6 +45,21 @@ ACTIVATION_INLINE float at_most_6(float v) {
 #endif
 #endif
 
+// The normal distribution at v, given e = exp(-v^2 / 2); and the exponential function.
+#ifdef BRIEF  // by formula 7.1.26 of Abramowitz and Stegun, within 1e-7
+#define EXP __expf
+ACTIVATION_INLINE float normal(float v, float e) {
+  const float t = __fdividef(1, fmaf(fabs(v), 0.2316418904f, 1));
+  const float series = fmaf(t, fmaf(t, fmaf(t, fmaf(t, 0.5307027145f, -0.7265760135f), 0.7107068705f), -0.142248368f), 0.127414796f);
+  const float beyond = t * series * e;
+  return v < 0 ? beyond : 1 - beyond;
+}
+#define NORMAL normal
+#else
+#define EXP exp
+#define NORMAL(v, e) ((acc_t)0.5 * (1 + erf((v) * (acc_t)0.70710678118654752440)))
+#endif
+
 // The activations beyond ReLU, of `count` numbers, a constant. Each branch is taken once, so the numbers' chains of instructions run side by side.
 ACTIVATION_INLINE void beyond_relu(int kind, acc_t slope, acc_t* v, int count) {
 #define EACH _Pragma("unroll") for (int i = 0; i < count; ++i)
@@ -61,16 +76,7 @@ ACTIVATION_INLINE void beyond_relu(int kind, acc_t slope, acc_t* v, int count) {
       v[i] *= kept * (acc_t)(1 / 6.);
     }
   } else if (kind == GELU) {
-#ifdef BRIEF  // the normal distribution by formula 7.1.26 of Abramowitz and Stegun, within 1e-7
-    EACH {
-      const acc_t z = fabs(v[i]), t = __fdividef(1, fmaf(z, 0.2316418904f, 1));
-      const acc_t series = fmaf(t, fmaf(t, fmaf(t, fmaf(t, 0.5307027145f, -0.7265760135f), 0.7107068705f), -0.142248368f), 0.127414796f);
-      const acc_t beyond = t * series * __expf(z * z * -0.5f);
-      v[i] *= v[i] < 0 ? beyond : 1 - beyond;
-    }
-#else
-    EACH v[i] = v[i] * (acc_t)0.5 * (1 + erf(v[i] * (acc_t)0.70710678118654752440));
-#endif
+    EACH v[i] *= NORMAL(v[i], EXP(v[i] * v[i] * (acc_t)-0.5));
   } else if (kind == SILU || kind == GELU_TANH) {
     EACH {
       const acc_t z = kind == SILU ? v[i] : (acc_t)1.59576912160573071176 * (v[i] + (acc_t)0.044715 * v[i] * v[i] * v[i]);
@@ -85,29 +91,39 @@ ACTIVATION_INLINE void beyond_relu(int kind, acc_t slope, acc_t* v, int count) {
 #undef EACH
 }
 
-// Their derivatives, which replace the numbers; at a kink, torch's value. A kernel that needs them is compiled for that.
-ACTIVATION_INLINE void derive_beyond_relu(int kind, acc_t slope, acc_t* v, int count) {
+// The gradients g behind these activations become those in front of them, at the numbers v; at a kink, torch's value. Where the derivative is 0, so is the
+// gradient, even of an infinity. A kernel that needs this is compiled for it.
+ACTIVATION_INLINE void pass_beyond_relu(int kind, acc_t slope, acc_t* g, acc_t* v, int count) {
 #define EACH _Pragma("unroll") for (int i = 0; i < count; ++i)
+// the derivative of v * s(z), s(z) + v * s(z) * s(-z) * z': s is the larger of the two s, at least 1/2, and what has no factor of 0 may be infinite
+#define OF_SIGMOID(z, rate)                                                                        \
+  {                                                                                                \
+    const acc_t e = EXP(-fabs(z)), s = INVERSE(1 + e), other = e * s, both = s * other * (rate); \
+    v[i] = ((z) < 0 ? other : s) + (other > 0 ? v[i] * both : 0);                                  \
+  }
   if (kind == RELU6) {
-    EACH v[i] = v[i] <= 0 || v[i] >= 6 ? 0 : 1;
-  } else if (kind == LEAKY_RELU) {
+    EACH g[i] = v[i] <= 0 || v[i] >= 6 ? 0 : g[i];
+    return;
+  }
+  if (kind == LEAKY_RELU) {
     EACH v[i] = v[i] > 0 ? 1 : slope;
   } else if (kind == HARDSWISH) {
     EACH v[i] = v[i] <= -3 ? 0 : v[i] >= 3 ? 1 : v[i] * (acc_t)(1 / 3.) + (acc_t)0.5;
   } else if (kind == GELU) {
     EACH {
-      const acc_t density = exp(v[i] * v[i] * (acc_t)-0.5) * (acc_t)0.39894228040143267794;
-      v[i] = (acc_t)0.5 * (1 + erf(v[i] * (acc_t)0.70710678118654752440)) + (density > 0 ? v[i] * density : 0);
+      const acc_t e = EXP(v[i] * v[i] * (acc_t)-0.5);
+      v[i] = NORMAL(v[i], e) + (e > 0 ? v[i] * e * (acc_t)0.39894228040143267794 : 0);
     }
-  } else if (kind == SILU || kind == GELU_TANH) {  // v * s(z): s(z) + v * s(z) * s(-z) * z'
+  } else if (kind == SILU) {
+    EACH OF_SIGMOID(v[i], 1)
+  } else if (kind == GELU_TANH) {
     EACH {
-      const acc_t squared = v[i] * v[i] * (acc_t)0.044715;
-      const acc_t z = kind == SILU ? v[i] : (acc_t)1.59576912160573071176 * (v[i] + squared * v[i]);
-      const acc_t rate = kind == SILU ? 1 : (acc_t)1.59576912160573071176 * (1 + 3 * squared);
-      const acc_t e = exp(-fabs(z)), s = INVERSE(1 + e), other = e * s;  // s is the larger of the two, at least 1/2
-      v[i] = (z < 0 ? other : s) + (other > 0 ? v[i] * rate * s * other : 0);
+      const acc_t squared = v[i] * v[i] * (acc_t)0.044715, z = (acc_t)1.59576912160573071176 * (v[i] + squared * v[i]);
+      OF_SIGMOID(z, (acc_t)1.59576912160573071176 * (1 + 3 * squared))
     }
   }
+  EACH g[i] = v[i] == 0 ? 0 : g[i] * v[i];
+#undef OF_SIGMOID
 #undef EACH
 }
 

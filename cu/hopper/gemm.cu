@@ -5,7 +5,7 @@
 //
 // pack.cu packed both operands: channels last, 16 bits, in LIMBS. PRODUCTS = 3 multiplies hi.hi, hi.lo and lo.hi for fp32 accuracy. The tensor
 // core's own sum truncates, so the kernel adds it to fp32 registers every 64 of k (promotion). The two cross products are 2^-11 of the result and
-// stay in the tensor core. PRODUCTS = 1 multiplies the first limb alone, or arrays that have 16 bits to begin with. Method: Ootomo and Yokota,
+// stay in the tensor core. PRODUCTS = 2 is for images of bytes, whose second limb is 0: it multiplies hi.hi and lo.hi. PRODUCTS = 1 multiplies the first limb alone, or arrays that have 16 bits to begin with. Method: Ootomo and Yokota,
 // 2022 (doi 10.1177/10943420221090256).
 //
 // Mapping  block: persistent, one a multiprocessor; takes tiles blockIdx.x, + gridDim.x, ... of BLOCK_M channels x BLOCK_N pixels.
@@ -88,7 +88,7 @@
 #include "hopper/gemm/gemm_tiles.cuh"
 #include "hopper/gemm/gemm_product.cuh"
 
-constexpr int B_BYTES = BLOCK_N * 128, STAGE_BYTES = A_BYTES + LIMBS * B_BYTES;
+constexpr int B_BYTES = BLOCK_N * 128, STAGE_BYTES = A_BYTES + X_LIMBS * B_BYTES;
 constexpr int CHUNK = 32;  // pixels of a staging tile
 constexpr int THREADS = 128 * (1 + CONSUMERS);
 static_assert(!W_MN_MAJOR || LOAD_CHANNELS == 64, "whole blocks of 64 channels");
@@ -166,7 +166,7 @@ DEVICE void prefetch_residual(const Shapes& shapes, int tile, int consumer, cons
 
 #if PINGPONG
 #include "hopper/gemm/gemm_pingpong.cuh"
-#elif PRODUCTS == 3
+#elif PRODUCTS > 1
 #include "hopper/gemm/gemm_promoted.cuh"
 #else
 #include "hopper/gemm/gemm_single.cuh"

@@ -8,16 +8,13 @@ typedef struct ALIGNED Lanes {
   acc_t of[LANES];
 } Lanes;
 
-// ---- four neighbours of a row of x, which begin at a multiple of four
+// ---- four neighbours of a row of x, which begin at a multiple of four, as they lie; and as sums
 
-WITHIN_KERNEL void load_four(acc_t (&v)[4], const float* p) {
-  const float4 four = __ldg((const float4*)p);
-  v[0] = four.x, v[1] = four.y, v[2] = four.z, v[3] = four.w;
-}
-WITHIN_KERNEL void load_four(acc_t (&v)[4], const double* p) {
-  const double2 a = __ldg((const double2*)p), b = __ldg((const double2*)p + 1);
-  v[0] = (acc_t)a.x, v[1] = (acc_t)a.y, v[2] = (acc_t)b.x, v[3] = (acc_t)b.y;
-}
+WITHIN_KERNEL float4 load_quad(const float* p) { return __ldg((const float4*)p); }
+WITHIN_KERNEL unsigned load_quad(const uchar* p) { return __ldg((const unsigned*)p); }
+WITHIN_KERNEL unsigned load_quad(const schar* p) { return __ldg((const unsigned*)p); }
+WITHIN_KERNEL uint2 load_quad(const ushort* p) { return __ldg((const uint2*)p); }
+WITHIN_KERNEL uint2 load_quad(const short* p) { return __ldg((const uint2*)p); }
 // 2^23 and an integer below that, whose bits are the last of a float's: a conversion at the rate of additions.
 WITHIN_KERNEL acc_t from_bits(unsigned bits, float zero) { return (acc_t)(__uint_as_float(bits) - zero); }
 WITHIN_KERNEL void bytes_to_four(acc_t (&v)[4], unsigned word, float zero) {
@@ -28,12 +25,17 @@ WITHIN_KERNEL void halves_to_four(acc_t (&v)[4], uint2 words, float zero) {
   v[0] = from_bits(__byte_perm(words.x, 0x4b000000, 0x7410), zero), v[1] = from_bits(__byte_perm(words.x, 0x4b000000, 0x7432), zero);
   v[2] = from_bits(__byte_perm(words.y, 0x4b000000, 0x7410), zero), v[3] = from_bits(__byte_perm(words.y, 0x4b000000, 0x7432), zero);
 }
-WITHIN_KERNEL void load_four(acc_t (&v)[4], const uchar* p) { bytes_to_four(v, __ldg((const unsigned*)p), 8388608.f); }
-WITHIN_KERNEL void load_four(acc_t (&v)[4], const schar* p) { bytes_to_four(v, __ldg((const unsigned*)p) ^ 0x80808080u, 8388608.f + 128); }
-WITHIN_KERNEL void load_four(acc_t (&v)[4], const ushort* p) { halves_to_four(v, __ldg((const uint2*)p), 8388608.f); }
-WITHIN_KERNEL void load_four(acc_t (&v)[4], const short* p) {
-  const uint2 words = __ldg((const uint2*)p);
-  halves_to_four(v, make_uint2(words.x ^ 0x80008000u, words.y ^ 0x80008000u), 8388608.f + 32768);
+WITHIN_KERNEL void to_four(acc_t (&v)[4], float4 quad, const float*) { v[0] = quad.x, v[1] = quad.y, v[2] = quad.z, v[3] = quad.w; }
+WITHIN_KERNEL void to_four(acc_t (&v)[4], unsigned quad, const uchar*) { bytes_to_four(v, quad, 8388608.f); }
+WITHIN_KERNEL void to_four(acc_t (&v)[4], unsigned quad, const schar*) { bytes_to_four(v, quad ^ 0x80808080u, 8388608.f + 128); }
+WITHIN_KERNEL void to_four(acc_t (&v)[4], uint2 quad, const ushort*) { halves_to_four(v, quad, 8388608.f); }
+WITHIN_KERNEL void to_four(acc_t (&v)[4], uint2 quad, const short*) {
+  halves_to_four(v, make_uint2(quad.x ^ 0x80008000u, quad.y ^ 0x80008000u), 8388608.f + 32768);
+}
+template <class In> WITHIN_KERNEL void load_four(acc_t (&v)[4], const In* p) { to_four(v, load_quad(p), p); }
+WITHIN_KERNEL void load_four(acc_t (&v)[4], const double* p) {
+  const double2 a = __ldg((const double2*)p), b = __ldg((const double2*)p + 1);
+  v[0] = (acc_t)a.x, v[1] = (acc_t)a.y, v[2] = (acc_t)b.x, v[3] = (acc_t)b.y;
 }
 
 // ---- results

@@ -61,7 +61,6 @@ typedef struct WindowArguments {
   long_t t, r, s;                                       // taps along d, h and w; 0: nothing is done along that axis
   long_t tile_p, tile_q, by_tile_q;                     // of a block; tile_q is a multiple of 8 * colours
   long_t step, by_eighth_q, by_quarter_q;               // rows that a block of separable.cu has at a time; tile_q / 8, and tile_q / 4 or / 2
-  long_t tile_d, o_end;                                 // slices of a strip of volume.cu, which counts strips by `o`; slices of the result
   long_t halo_p, halo_q, pitch, wide;                   // the window; elements from row to row, in the window and in its filtered rows
   long_t bias_d, period_d, by_period_d, high_d, sign_d, outside_d;
   long_t bias_h, period_h, by_period_h, high_h, sign_h, outside_h;
@@ -71,6 +70,7 @@ typedef struct WindowArguments {
   long_t box_h, box_w;       // whether all taps along an axis are equal and the sums are made by doubling; on the CPU
   long_t x_fours, y_fours;   // whether all rows of an image of x, and of y, begin at a multiple of four elements; on a GPU
   long_t skip;               // whether the filter has taps of 0 that must not meet a NaN; on a GPU
+  long_t strips, reach;      // of walk.cu: strips of all images, and how far a filter may reach to each side, 1 or 4
 } WindowArguments;
 
 #define IS_OUTSIDE(i, n, axis) (arg.outside_##axis && (unsigned)(i) >= (unsigned)(n))

@@ -4,14 +4,12 @@
 //                 stands at a place of the wider one: the place itself inside, and outside what the side's mode says
 //   border_fold   the adjoint: dx[pixel] = sum of wide over the places at which border_copy puts that pixel, + residual[pixel]; of all pixels, or of
 //                 the rims alone, which the border shows, where border_copy has copied the others
-//   border_gradient  for the gradient by the input of a depthwise layer, which its kernel has computed as of zeros: dx[pixel] += sum of dy[.] * w[tap] over the
-//                 taps that meet the pixel's other places, those outside of the image
 //   border_round  y[i] = x[i] rounded to the nearest integer, ties to even, and clipped to what the type holds; NaN gives the least
 //
 // Sides    core/border.cuh says in which numbers a side goes on. Each side of each axis has its own.
 // Layout   x [outer][d][h][w][inner]: inner is 1 for NCHW, and the channels for channels last.
 // Mapping  border_copy: thread -> EACH neighbours of wide, 16 bytes or 32, which it stores at once. border_rows, which does the same for most images:
-//          a place of a line in several rows. border_fold and border_gradient: a pixel of PLANES planes, or images of channels last.
+//          a place of a line in several rows. border_fold: a pixel of PLANES planes, or images of channels last.
 // Memory   no shared memory: neighbours of wide are neighbours of x but at the rims, where lines are read from L1 once more.
 // Sums     border_fold adds a pixel's own place first. Then come, axis by axis from the outermost, the places before it and behind it, the nearest of each
 //          of a side's two families first: always in the same order.
@@ -45,12 +43,7 @@ typedef struct BorderArguments {
   long_t rows, rows_each, lane_bits, tiles, by_tiles, positions, vector;       // border_rows: rows of wide, and of a thread; log2 of threads along a line;
                                                                                // tiles and places of a line; elements of a place
   long_t value, type, has_residual;                                            // an acc_t's bits; the type of x: TYPE_
-  long_t planes;                                                               // border_fold and border_gradient: planes, or images of channels last
-  long_t channels, by_channels, multiplier, y_image, y_channel, y_pixel;       // border_gradient: channels of dx, and of dy for each; elements of dy from
-                                                                               // one image, channel and pixel to the next
-  long_t o, p, q, t, r, s;                                                     // sizes of dy and of the filter
-  long_t stride_d, by_stride_d, stride_h, by_stride_h, stride_w, by_stride_w, pad_d, pad_h, pad_w;
-  long_t dil_d, by_dil_d, dil_h, by_dil_h, dil_w, by_dil_w;
+  long_t planes;                                                               // border_fold: planes, or images of channels last
 } BorderArguments;
 
 // Types of elements besides data_t.
@@ -415,89 +408,6 @@ KERNEL LAUNCH_BOUNDS(THREADS, 3) void border_fold(
       if (arg.has_residual) sum[i] += LOAD(residual, to);
       STORE(dx, to, sum[i]);
     }
-}
-
-// The taps along an axis by which place `place` of wide may meet a pixel of dy: from `least` to `most`; and that pixel of tap `tap`, -1 if there is none.
-#define OF_PLACE(place, axis) ((place) - (int)arg.before_##axis + (int)arg.pad_##axis)
-#define LEAST_TAP(at, axis, size) ((at) < (int)(size) * (int)arg.stride_##axis ? 0 : divided((at) - (int)(size) * (int)arg.stride_##axis, arg.by_dil_##axis))
-#define MOST_TAP(at, axis, taps) ((at) < ((int)(taps) - 1) * (int)arg.dil_##axis ? divided(at, arg.by_dil_##axis) : (int)(taps) - 1)
-WITHIN_KERNEL int met(int from, int stride, divider_t by_stride, int size) {
-  const int number = divided(from, by_stride);
-  return number * stride == from && number < size ? number : -1;
-}
-KERNEL LAUNCH_BOUNDS(THREADS, 3) void border_gradient(
-    const GLOBAL_MEM data_t* RESTRICT dy, const GLOBAL_MEM data_t* RESTRICT filter, GLOBAL_MEM data_t* dx, const BorderArguments arg) {
-  AFTER_LAST_LAUNCH
-  const index_t number = (index_t)GID_0 * THREADS + LID_0, inner = (index_t)arg.inner;
-  if (number >= (index_t)arg.size) return;
-  FIND_PIXEL
-  Run of_d[RUNS], of_h[RUNS], of_w[RUNS];
-  int count = 1;
-  FIND_PLACES(of_d, count, d, d)
-  FIND_PLACES(of_h, count, h, h)
-  FIND_PLACES(of_w, count, w, w)
-  if (count == 1) return;
-  const int r_end = (int)arg.r, s_end = (int)arg.s, taps = (int)arg.t * r_end * s_end, multiplier = (int)arg.multiplier;
-  const index_t first = outer * PLANES, plane = (index_t)arg.d * (index_t)arg.h * (index_t)arg.w * inner;
-  const index_t at = ((d * (index_t)arg.h + h) * (index_t)arg.w + w) * inner + channel;
-  const int some = (index_t)arg.planes - first < PLANES ? (int)((index_t)arg.planes - first) : PLANES;
-  acc_t sum[PLANES];
-#pragma unroll
-  for (int i = 0; i < PLANES; ++i) sum[i] = 0;
-  int all = 1;
-  for (int done = 0; done < all; done += SUMMANDS) {  // nearly always once
-    index_t summands[SUMMANDS];
-    int tap_of[SUMMANDS], found = 0;
-    all = 0;
-    EACH_PLACE(along_d, of_d) EACH_PLACE(along_h, of_h) EACH_PLACE(along_w, of_w) {
-      if (f_along_d == 0 && f_along_h == 0 && f_along_w == 0) continue;  // its own: the layer's kernel has been there
-      const int at_d = OF_PLACE(along_d, d), at_h = OF_PLACE(along_h, h), at_w = OF_PLACE(along_w, w);
-      const int last_t = MOST_TAP(at_d, d, arg.t), last_r = MOST_TAP(at_h, h, r_end), last_s = MOST_TAP(at_w, w, s_end);
-      for (int t = LEAST_TAP(at_d, d, arg.o); t <= last_t; ++t) {
-        const int o = met(at_d - t * (int)arg.dil_d, (int)arg.stride_d, arg.by_stride_d, (int)arg.o);
-        for (int r = LEAST_TAP(at_h, h, arg.p); r <= last_r; ++r) {
-          const int p_ = met(at_h - r * (int)arg.dil_h, (int)arg.stride_h, arg.by_stride_h, (int)arg.p);
-          for (int s = LEAST_TAP(at_w, w, arg.q); s <= last_s; ++s) {
-            const int q_ = met(at_w - s * (int)arg.dil_w, (int)arg.stride_w, arg.by_stride_w, (int)arg.q);
-            if ((o | p_ | q_) < 0) continue;
-            if (all >= done && found < SUMMANDS) {
-              summands[found] = ((o * (index_t)arg.p + p_) * (index_t)arg.q + q_) * (index_t)arg.y_pixel;
-              tap_of[found++] = (t * r_end + r) * s_end + s;
-            }
-            ++all;
-          }
-        }
-      }
-    }
-    for (int m = 0; m < multiplier; ++m) {
-      index_t of_y[PLANES];
-      int of_filter[PLANES];
-#pragma unroll
-      for (int i = 0; i < PLANES; ++i) {
-        const index_t number = i < some ? first + i : first, image = inner == 1 ? DIVIDED(number, arg.channels, arg.by_channels) : number;
-        const int k = (inner == 1 ? (int)(number - image * (index_t)arg.channels) : (int)channel) * multiplier + m;
-        of_y[i] = image * (index_t)arg.y_image + k * (index_t)arg.y_channel;
-        of_filter[i] = k * taps;
-      }
-      for (int j = 0; j < found; ++j) {  // the loads of all planes are under way at once
-        const index_t from = summands[j];
-        const int tap = tap_of[j];
-        acc_t a[PLANES], b[PLANES];
-#pragma unroll
-        for (int i = 0; i < PLANES; ++i) {
-          a[i] = LOAD(dy, of_y[i] + from);
-          b[i] = LOAD(filter, of_filter[i] + tap);
-        }
-#pragma unroll
-        for (int i = 0; i < PLANES; ++i) sum[i] += a[i] * b[i];
-      }
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < PLANES; ++i) sum[i] += LOAD(dx, (first + (i < some ? i : 0)) * plane + at);
-#pragma unroll
-  for (int i = 0; i < PLANES; ++i)
-    if (i < some) STORE(dx, (first + i) * plane + at, sum[i]);
 }
 
 // Of a rounded number, what a type holds; least for NaN. `end` is the first whole number beyond.

@@ -18,7 +18,7 @@
 #define THREADS 256
 #endif
 #define ROWS 32
-#define MOST 96  // elements of a row in shared memory
+#define MOST (DTYPE == 64 ? 144 : 288)  // elements of a row in shared memory
 
 // A divisor's prepared form, see division.cuh, is called by_...
 typedef struct SumTapsArguments {
@@ -45,6 +45,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void sum_taps(const GLOBAL_MEM data_t* RESTRICT
   const int c0 = (block - over_c * (int)arg.tiles) * (int)arg.across, k0 = (over_c - group * (int)arg.tiles_k) * ROWS;
   const int rows = (int)arg.rows - k0 < ROWS ? (int)arg.rows - k0 : ROWS, across = (int)arg.across, given = (int)arg.given, run = (int)arg.run;
   const int channels = (int)arg.channels - c0 < across ? (int)arg.channels - c0 : across, taps = (int)arg.taps, pitch = run | 1;
+  const int pairs = ROWS * channels;
   const index_t from = ((index_t)group * (index_t)arg.rows + k0) * (index_t)arg.row_step + (index_t)c0 * (index_t)arg.channel_step;
   if (arg.shared) {
     for (int i = LID_0; i < rows * run; i += THREADS) {
@@ -55,37 +56,28 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void sum_taps(const GLOBAL_MEM data_t* RESTRICT
     }
     local_barrier();
   }
-  for (int i = LID_0; i < ROWS * across * taps; i += THREADS) {
-    int row, tap, c;
-    if (arg.last) {
-      const int place = i / ROWS;
-      row = i - place * ROWS;
-      c = divided(place, arg.by_taps);
-      tap = place - c * taps;
-    } else {
-      const int place = divided(i, arg.by_taps);
-      tap = i - place * taps;
-      c = place / ROWS;
-      row = place - c * ROWS;
-    }
-    if (row >= rows || c >= channels) continue;
-    const int of_line = divided(tap, arg.by_s_taps), of_slice = divided(of_line, arg.by_r_taps);
-    FROM_TO(t, t_end, of_slice, arg.t, arg.times_d, arg.empty_d)
-    FROM_TO(r_first, r_end, of_line - of_slice * (int)arg.r_taps, arg.r, arg.times_h, arg.empty_h)
-    FROM_TO(s_first, s_end, tap - of_line * (int)arg.s_taps, arg.s, arg.times_w, arg.empty_w)
-    const index_t line = from + row * (index_t)arg.row_step + c * (index_t)arg.channel_step;
-    acc_t sum = 0;
-    for (; t < t_end; ++t)
-      for (int r = r_first; r < r_end; ++r)
-        for (int s = s_first; s < s_end; ++s) {
-          const int its = (t * (int)arg.r + r) * (int)arg.s + s;
-          if (arg.shared) {
-            sum += part[row * pitch + c * given + its];
-          } else {
-            sum += LOAD(w, line + its * (index_t)arg.tap_step);
+  // with k last a round of the outer loop is a tap, and its pairs of k and c, k first, are a thread's; else all pairs are, and their taps
+  for (int of_all = 0; of_all < (arg.last ? taps : 1); ++of_all)
+    for (int i = LID_0; i < pairs * (arg.last ? 1 : taps); i += THREADS) {
+      const int pair = arg.last ? i : divided(i, arg.by_taps), tap = arg.last ? of_all : i - pair * taps, c = pair / ROWS, row = pair - c * ROWS;
+      if (row >= rows) continue;
+      const int of_line = divided(tap, arg.by_s_taps), of_slice = divided(of_line, arg.by_r_taps);
+      FROM_TO(t, t_end, of_slice, arg.t, arg.times_d, arg.empty_d)
+      FROM_TO(r_first, r_end, of_line - of_slice * (int)arg.r_taps, arg.r, arg.times_h, arg.empty_h)
+      FROM_TO(s_first, s_end, tap - of_line * (int)arg.s_taps, arg.s, arg.times_w, arg.empty_w)
+      const index_t line = from + row * (index_t)arg.row_step + c * (index_t)arg.channel_step;
+      acc_t sum = 0;
+      for (; t < t_end; ++t)
+        for (int r = r_first; r < r_end; ++r)
+          for (int s = s_first; s < s_end; ++s) {
+            const int its = (t * (int)arg.r + r) * (int)arg.s + s;
+            if (arg.shared) {
+              sum += part[row * pitch + c * given + its];
+            } else {
+              sum += LOAD(w, line + its * (index_t)arg.tap_step);
+            }
           }
-        }
-    const index_t channel = (index_t)group * (index_t)arg.channels + c0 + c;
-    STORE(v, arg.last ? (channel * taps + tap) * (index_t)arg.rows + k0 + row : (channel * (index_t)arg.rows + k0 + row) * taps + tap, sum);
-  }
+      const index_t channel = (index_t)group * (index_t)arg.channels + c0 + c;
+      STORE(v, arg.last ? (channel * taps + tap) * (index_t)arg.rows + k0 + row : (channel * (index_t)arg.rows + k0 + row) * taps + tap, sum);
+    }
 }

@@ -118,8 +118,11 @@ typedef struct { acc_t of[VEC]; } item_t;
 #define VALUES_OF(d, item) for (int j_ = 0; j_ < VEC; ++j_) (d)[j_] = (item).of[j_]
 #endif
 
-#define AT_ONCE (VEC == 8 ? 5 : 1)  // blocks that a multiprocessor should hold: with the hint the compiler takes 80 registers instead of 88
-#define SUMS_AT_ONCE (VEC == 8 && BEYOND_RELU ? 5 : 1)  // likewise, 96 instead of 144
+// Blocks that a multiprocessor should hold, so that all of a launch run at once: as many as the launch has for each (engines/nn/batch_norm.py). 6 have
+// 80 registers a thread. Moments, and derivatives beyond ReLU, need 96.
+#define AT_ONCE (VEC == 8 ? 6 : 1)
+#define FEWER_AT_ONCE (VEC == 8 ? 5 : 1)
+#define GRADIENTS_AT_ONCE (BEYOND_RELU ? FEWER_AT_ONCE : AT_ONCE)
 
 // A thread's channels and items. Threads without a column have no items, but take part in barriers.
 #define STAND                                                                                                                  \
@@ -225,7 +228,7 @@ WITHIN_KERNEL acc_t settle(
   return deviation;
 }
 
-KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void channel_moments(const GLOBAL_MEM data_t* RESTRICT y, GLOBAL_MEM acc_t* RESTRICT part,
+KERNEL LAUNCH_BOUNDS(THREADS, FEWER_AT_ONCE) void channel_moments(const GLOBAL_MEM data_t* RESTRICT y, GLOBAL_MEM acc_t* RESTRICT part,
                                                             const BatchNormShape shape) {
   AFTER_LAST_LAUNCH
   LOCAL_MEM acc_t counts[THREADS], means[OWN * THREADS], squares[OWN * THREADS];
@@ -355,7 +358,7 @@ WITHIN_KERNEL void normalise(
   }
 }
 
-KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_forward(
+KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void batch_norm_forward(
     const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM acc_t* RESTRICT mean, const GLOBAL_MEM acc_t* RESTRICT invstd,
     const GLOBAL_MEM acc_t* RESTRICT gamma, const GLOBAL_MEM acc_t* RESTRICT beta, const GLOBAL_MEM data_t* RESTRICT residual,
     GLOBAL_MEM data_t* RESTRICT out, const BatchNormShape shape, const long_t activation, const long_t slope) {
@@ -365,13 +368,12 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_forward(
   normalise(y, residual, out, shape, column, lane, down, start, end, centre, a, b, activation, slope);
 }
 
-// g times the activation's derivative, given v = y - mean. If that is 0, so is the gradient, even of an infinity. A ReLU lets that of a NaN pass.
+// g times the activation's derivative, given v = y - mean. A ReLU lets the gradient of a NaN pass.
 #define THROUGH_ACTIVATION(g, v)                                               \
   if (BEYOND_RELU) {                                                           \
     acc_t d_[VEC];                                                             \
     for (int e = 0; e < VEC; ++e) d_[e] = (v)[e] * a[OF(e)] + b[OF(e)];        \
-    derive_beyond_relu((int)activation, BITS_TO_ACC(slope), d_, VEC);          \
-    for (int e = 0; e < VEC; ++e) (g)[e] = d_[e] == 0 ? 0 : (g)[e] * d_[e];    \
+    pass_beyond_relu((int)activation, BITS_TO_ACC(slope), g, d_, VEC);         \
   } else if (activation) {                                                     \
     for (int e = 0; e < VEC; ++e)                                              \
       if ((v)[e] * a[OF(e)] + b[OF(e)] <= 0) (g)[e] = 0;                       \
@@ -417,7 +419,7 @@ WITHIN_KERNEL void sum_gradients(
 }
 
 // dbeta and dgamma of each slice.
-KERNEL LAUNCH_BOUNDS(THREADS, SUMS_AT_ONCE) void gradient_sums(
+KERNEL LAUNCH_BOUNDS(THREADS, GRADIENTS_AT_ONCE) void gradient_sums(
     const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM data_t* RESTRICT dout, const GLOBAL_MEM acc_t* RESTRICT mean,
     const GLOBAL_MEM acc_t* RESTRICT invstd, const GLOBAL_MEM acc_t* RESTRICT gamma, const GLOBAL_MEM acc_t* RESTRICT beta,
     const GLOBAL_MEM data_t* RESTRICT out, GLOBAL_MEM data_t* RESTRICT masked, GLOBAL_MEM acc_t* RESTRICT part, const BatchNormShape shape,
@@ -461,7 +463,7 @@ WITHIN_KERNEL void spread_gradients(
   }
 }
 
-KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void batch_norm_backward(
+KERNEL LAUNCH_BOUNDS(THREADS, GRADIENTS_AT_ONCE) void batch_norm_backward(
     const GLOBAL_MEM data_t* y, const GLOBAL_MEM data_t* RESTRICT dout, const GLOBAL_MEM acc_t* RESTRICT mean,
     const GLOBAL_MEM acc_t* RESTRICT invstd, const GLOBAL_MEM acc_t* RESTRICT gamma, const GLOBAL_MEM acc_t* RESTRICT beta,
     const GLOBAL_MEM acc_t* RESTRICT sums, GLOBAL_MEM data_t* dy, const BatchNormShape shape, const long_t activation,

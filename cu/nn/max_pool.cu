@@ -1,10 +1,13 @@
-// max_pool.cu: max pooling, forward and backward.
+// max_pool.cu: max pooling and mean pooling, forward and backward.
 //
 //   max_pool            y[n,p,q,c] = max over r,s of x[n, p*stride_h - pad_h + r*dil_h, q*stride_w - pad_w + s*dil_w, c]
 //                       from[n,p,q,c] = r*S + s of the first tap with the maximum; the last NaN counts, as in torch. Not written if `from` is null
 //   max_pool_backward   dx = the sum of y's gradients over the windows that took x
+//   mean_pool           y = the sum over a window's taps / their number, or / `divisor` if that is not 0. What is padded counts if `padded` says so, but not
+//                       what lies beyond the padding. There is no dilation
+//   mean_pool_backward  dx = the sum over the windows that contain x of y's gradients, each divided likewise
 //
-// Mapping  thread -> VEC channels of a pixel: of y in max_pool, of x in max_pool_backward. With channels last these are 16 bytes. A channel of NCHW
+// Mapping  thread -> VEC channels of a pixel: of y forward, of x backward. With channels last these are 16 bytes. A channel of NCHW
 //          arrays counts as an image of one channel.
 // Memory   registers only. A maximum's tap takes a byte.
 // Sums     float32, always in the same order.
@@ -32,7 +35,8 @@ struct alignas(V) Taps {
 struct PoolArguments {
   long long threads, groups, by_groups, across, by_across, down, by_down;  // groups of channels; across, down: pixels of the array that the threads make
   long long h, w, p, q;                                                    // sizes of x and y
-  long long r, s, stride_h, by_stride_h, stride_w, by_stride_w, pad_h, pad_w, dil_h, dil_w;
+  long long r, s, stride_h, by_stride_h, stride_w, by_stride_w, pad_h, pad_w, dil_h, by_dil_h, dil_w, by_dil_w;
+  long long divisor, padded;                                               // of means
 };
 
 // A thread's pixel and channels.
@@ -90,19 +94,77 @@ extern "C" __global__ void __launch_bounds__(THREADS) max_pool_backward(const Ch
   const Place at(arg, thread);
   const int groups = (int)arg.groups, stride_h = (int)arg.stride_h, stride_w = (int)arg.stride_w;
   float sum[V] = {};
-  for (int r = 0; r < (int)arg.r; ++r) {
-    const int down = at.row + (int)arg.pad_h - r * (int)arg.dil_h;
-    const Divided of_p(max(down, 0), stride_h, arg.by_stride_h);
-    if (down < 0 || of_p.rest || of_p.quotient >= (int)arg.p) continue;
-    const long long line = ((long long)at.image * (int)arg.p + of_p.quotient) * (int)arg.q * groups + at.group;
-    for (int s = 0; s < (int)arg.s; ++s) {
-      const int right = at.column + (int)arg.pad_w - s * (int)arg.dil_w;
-      const Divided of_q(max(right, 0), stride_w, arg.by_stride_w);
-      if (right < 0 || of_q.rest || of_q.quotient >= (int)arg.q) continue;
-      const Taps taken = from[line + of_q.quotient * groups];
-      const Channels read = dy[line + of_q.quotient * groups];
+  const int down = at.row + (int)arg.pad_h, right = at.column + (int)arg.pad_w;
+  // the windows that contain this pixel of x, from the last one backwards
+  for (int p = min(divided(down, arg.by_stride_h), (int)arg.p - 1); p >= 0; --p) {
+    const Divided of_r(down - p * stride_h, arg.dil_h, arg.by_dil_h);
+    if (of_r.quotient >= (int)arg.r) break;
+    if (of_r.rest) continue;
+    const long long line = ((long long)at.image * (int)arg.p + p) * (int)arg.q * groups + at.group;
+    for (int q = min(divided(right, arg.by_stride_w), (int)arg.q - 1); q >= 0; --q) {
+      const Divided of_s(right - q * stride_w, arg.dil_w, arg.by_dil_w);
+      if (of_s.quotient >= (int)arg.s) break;
+      if (of_s.rest) continue;
+      const int tap = of_r.quotient * (int)arg.s + of_s.quotient;
+      const Taps taken = from[line + q * groups];
+      const Channels read = dy[line + q * groups];
 #pragma unroll
-      for (int i = 0; i < V; ++i) sum[i] += taken.v[i] == r * (int)arg.s + s ? to_float(read.v[i]) : 0;
+      for (int i = 0; i < V; ++i) sum[i] += taken.v[i] == tap ? to_float(read.v[i]) : 0;
+    }
+  }
+  Channels made;
+#pragma unroll
+  for (int i = 0; i < V; ++i) made.v[i] = from_float<data_t>(sum[i]);
+  dx[thread] = made;
+}
+
+// What a window's sum is multiplied by; its first tap is at (h0, w0).
+DEVICE float share_of(const PoolArguments& arg, int h0, int w0) {
+  const int pad_h = arg.padded ? (int)arg.pad_h : 0, pad_w = arg.padded ? (int)arg.pad_w : 0;
+  const int down = min(h0 + (int)arg.r, (int)arg.h + pad_h) - max(h0, -pad_h), right = min(w0 + (int)arg.s, (int)arg.w + pad_w) - max(w0, -pad_w);
+  return 1.0f / (arg.divisor ? (int)arg.divisor : max(down * right, 1));
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    mean_pool(const Channels* __restrict__ x, Channels* __restrict__ y, const __grid_constant__ PoolArguments arg) {
+  AFTER_LAST_LAUNCH
+  const int thread = blockIdx.x * THREADS + threadIdx.x;
+  if (thread >= (int)arg.threads) return;
+  const Place at(arg, thread);
+  const int groups = (int)arg.groups, h0 = at.row * (int)arg.stride_h - (int)arg.pad_h, w0 = at.column * (int)arg.stride_w - (int)arg.pad_w;
+  const int last_row = min(h0 + (int)arg.r, (int)arg.h), last_column = min(w0 + (int)arg.s, (int)arg.w);
+  float sum[V] = {};
+  for (int row = max(h0, 0); row < last_row; ++row) {
+    const Channels* const line = x + ((long long)at.image * (int)arg.h + row) * (int)arg.w * groups + at.group;
+    for (int column = max(w0, 0); column < last_column; ++column) {
+      const Channels read = line[column * groups];
+#pragma unroll
+      for (int i = 0; i < V; ++i) sum[i] += to_float(read.v[i]);
+    }
+  }
+  const float share = share_of(arg, h0, w0);
+  Channels made;
+#pragma unroll
+  for (int i = 0; i < V; ++i) made.v[i] = from_float<data_t>(sum[i] * share);
+  y[thread] = made;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    mean_pool_backward(const Channels* __restrict__ dy, Channels* __restrict__ dx, const __grid_constant__ PoolArguments arg) {
+  AFTER_LAST_LAUNCH
+  const int thread = blockIdx.x * THREADS + threadIdx.x;
+  if (thread >= (int)arg.threads) return;
+  const Place at(arg, thread);
+  const int groups = (int)arg.groups, stride_h = (int)arg.stride_h, stride_w = (int)arg.stride_w;
+  const int down = at.row + (int)arg.pad_h, right = at.column + (int)arg.pad_w;
+  float sum[V] = {};
+  for (int p = min(divided(down, arg.by_stride_h), (int)arg.p - 1); p >= 0 && down - p * stride_h < (int)arg.r; --p) {
+    const long long line = ((long long)at.image * (int)arg.p + p) * (int)arg.q * groups + at.group;
+    for (int q = min(divided(right, arg.by_stride_w), (int)arg.q - 1); q >= 0 && right - q * stride_w < (int)arg.s; --q) {
+      const Channels read = dy[line + q * groups];
+      const float share = share_of(arg, p * stride_h - (int)arg.pad_h, q * stride_w - (int)arg.pad_w);
+#pragma unroll
+      for (int i = 0; i < V; ++i) sum[i] = fmaf(to_float(read.v[i]), share, sum[i]);
     }
   }
   Channels made;

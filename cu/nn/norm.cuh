@@ -1,6 +1,7 @@
 // norm.cuh: what the kernels of group, instance, layer and RMS norms share: neighbours of an array, moments, parameters, activations.
 //
-//   mean = sum x / M,  rstd = 1 / sqrt(sum (x - mean)^2 / M + eps)   over the M numbers of a group of an image; an RMS norm takes 0 for the mean
+//   mean = sum x / M,  rstd = 1 / sqrt(sum (x - mean)^2 / M + eps)   over the M numbers of a group of an image; an RMS norm takes 0 for the mean,
+//          and a normalised vector's (rms = 2) has the larger one of mean square and eps, not their sum
 //   out  = activation((x - mean) * rstd * gamma + beta)
 //
 // With the channels last x may stand for x + added[image][channel], which changes means alone: no number is added.
@@ -32,6 +33,7 @@ struct alignas(VEC * sizeof(data_t)) Neighbours {
   data_t v[VEC];
 };
 typedef word<Neighbours> raw_t;
+constexpr int WARPS = THREADS / 32;
 
 // The shape of an array, and how a launch divides it. by_n is the divisor n, prepared (division.cuh).
 struct NormShape {
@@ -40,7 +42,7 @@ struct NormShape {
   long long columns, across, width;          // VEC channels each: of a pixel, of a block, and the next power of two
   long long tiles, by_tiles, slices, by_slices, per;  // tiles of columns; slices of an image, and pixels of a slice
   long long plane, by_plane;                 // rows: numbers of a channel
-  long long eps, rms, wide, activation;      // bits of a float; whether the mean counts as 0; 1 if gamma is float, 2 if beta is
+  long long eps, rms, wide, activation;      // bits of a float; 1 or 2 if the mean counts as 0; 1 if gamma is float, 2 if beta is
 };
 
 DEVICE raw_t load(const data_t* from) { return *(const raw_t*)from; }
@@ -78,6 +80,19 @@ DEVICE void parameters_of(float (&v)[VEC], const Parameter& p, int channel, floa
   }
 }
 
+// gamma and beta of VEC neighbouring channels, whose loads are under way together
+DEVICE void parameters_of(float (&a)[VEC], float (&b)[VEC], const Parameter& gamma, const Parameter& beta, int channel) {
+  const bool whole = gamma.of && beta.of && !gamma.wide && !beta.wide && ((unsigned long long)gamma.of | (unsigned long long)beta.of) % 16 == 0;
+  if (whole && channel % VEC == 0) {
+    const raw_t factors = load((const data_t*)gamma.of + channel), summands = load((const data_t*)beta.of + channel);
+    floats_of(a, factors);
+    floats_of(b, summands);
+  } else {
+    parameters_of(a, gamma, channel, 1);
+    parameters_of(b, beta, channel, 0);
+  }
+}
+
 // what is added to the channels of an image, or zeros
 DEVICE void summands_of(float (&v)[VEC], const data_t* added, long long channel) {
 #pragma unroll
@@ -91,6 +106,26 @@ DEVICE void activate(int activation, float (&v)[VEC]) {
   } else if (activation) {
 #pragma unroll
     for (int i = 0; i < VEC; ++i) v[i] = v[i] < 0 ? 0 : v[i];  // a NaN stays one
+  }
+}
+
+// dout times the activation's derivative at v
+DEVICE void through_activation(int activation, float (&g)[VEC], float (&v)[VEC]) {
+  if (activation > RELU) {
+    pass_beyond_relu(activation, 0, g, v, VEC);
+  } else if (activation) {
+#pragma unroll
+    for (int i = 0; i < VEC; ++i) g[i] = v[i] <= 0 ? 0 : g[i];  // that of a NaN passes
+  }
+}
+
+// VEC numbers of another gradient, or zeros
+DEVICE void others_of(float (&v)[VEC], const data_t* more, long long at) {
+  if (more) {
+    floats_of(v, load(more + at));
+  } else {
+#pragma unroll
+    for (int i = 0; i < VEC; ++i) v[i] = 0;
   }
 }
 
@@ -132,7 +167,8 @@ DEVICE Moments moments_of(float n, float first, float all, float squares) {
 }
 
 DEVICE float rstd_of(float squares, float n, const NormShape& shape) {
-  const float v = squares / n + __int_as_float((int)shape.eps), r = rsqrtf(v), next = fmaf(0.5f * r, fmaf(-v * r, r, 1), r);
+  const float mean_square = squares / n, eps = __int_as_float((int)shape.eps);
+  const float v = shape.rms != 2 ? mean_square + eps : mean_square < eps ? eps : mean_square, r = rsqrtf(v), next = fmaf(0.5f * r, fmaf(-v * r, r, 1), r);
   return v > 0 && v < INFINITY ? next : r;  // a step of Newton's halves rsqrtf's error, which all numbers of a group share
 }
 
@@ -154,3 +190,19 @@ struct Stand {
     return x + (long long)image * shape.pixels * shape.channels + (inside ? column * VEC : 0);
   }
 };
+
+// Adds, over the threads of a block that have columns of the same group, two numbers each; all of them get the sums.
+DEVICE float2 add_group(float2 v, float2 (&room)[WARPS][32], int own, int width, int first, int count) {
+  for (int mask = 16; mask >= width; mask /= 2) {
+    v.x += __shfl_xor_sync(~0u, v.x, mask);
+    v.y += __shfl_xor_sync(~0u, v.y, mask);
+  }
+  if (threadIdx.x % 32 < width) room[threadIdx.x / 32][own] = v;
+  __syncthreads();
+  v = make_float2(0, 0);
+#pragma unroll 1
+  for (int i = 0; i < count; ++i)
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) v.x += room[w][first + i].x, v.y += room[w][first + i].y;
+  return v;
+}

@@ -2,7 +2,8 @@
 //
 //   xhat = (x - mean) * rstd,   g = dout * activation'(xhat * gamma + beta), which is computed again
 //   dbeta = sum g,  dgamma = sum g * xhat   of a channel
-//   dx = rstd * (gamma * g - (S + xhat * T) / M),   S = sum gamma * g,  T = sum gamma * g * xhat   over the M numbers of a group. An RMS norm has no S.
+//   dx = rstd * (gamma * g - (S + xhat * T) / M) + more,   S = sum gamma * g,  T = sum gamma * g * xhat   over the M numbers of a group. An RMS norm has no S.
+//   `more` is the gradient of what else reads x, if it is given: not of rows.
 //
 //   norm_planes_sums   parts[image][slice][sum g, sum g * xhat][channel], of arrays with the channels last
 //   norm_image_sums    the same of NCHW arrays
@@ -20,19 +21,7 @@
 // By hand: nvcc -cubin -arch=sm_90a -I cu cu/nn/norm_gradients.cu
 #include "nn/norm.cuh"
 
-constexpr int WARPS = THREADS / 32, UNROLL = 2, ITEMS = VEC == 8 ? 2 : 4;
-
-// dout times the activation's derivative at v
-DEVICE void through_activation(int activation, float (&g)[VEC], float (&v)[VEC]) {
-  if (activation > RELU) {
-    derive_beyond_relu(activation, 0, v, VEC);
-#pragma unroll
-    for (int i = 0; i < VEC; ++i) g[i] = v[i] == 0 ? 0 : g[i] * v[i];
-  } else if (activation) {
-#pragma unroll
-    for (int i = 0; i < VEC; ++i) g[i] = v[i] <= 0 ? 0 : g[i];  // that of a NaN passes
-  }
-}
+constexpr int UNROLL = 2, ITEMS = VEC == 8 ? 2 : 4;
 
 // A thread's channels: what their numbers are normalised by.
 struct Channels {
@@ -134,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS)
 
 extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS)
     norm_planes_dx(const data_t* __restrict__ x, const data_t* __restrict__ dout, const float2* __restrict__ stats, const float2* __restrict__ folded,
-                   const void* __restrict__ gamma, const void* __restrict__ beta, const float* __restrict__ sums,
+                   const void* __restrict__ gamma, const void* __restrict__ beta, const data_t* __restrict__ more, const float* __restrict__ sums,
                    data_t* __restrict__ dx, void* __restrict__ dgamma, void* __restrict__ dbeta, const __grid_constant__ NormShape shape,
                    const long long first) {
   NEXT_LAUNCH_MAY_COME
@@ -170,7 +159,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS)
         by.pass((int)shape.activation, v, g);
 #pragma unroll
         for (int i = 0; i < VEC; ++i) v[i] = by.rstd[i] * (by.gamma[i] * g[i] - fmaf(v[i], t[i], s[i]));
-        store(dx + offset + (long long)(pixel + u * at.down) * channels, v);
+        const long long here = offset + (long long)(pixel + u * at.down) * channels;
+        others_of(g, more, here);
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) v[i] += g[i];
+        store(dx + here, v);
       }
   }
 }
@@ -238,8 +231,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
     norm_image_dx(const data_t* __restrict__ x, const data_t* __restrict__ dout, const float2* __restrict__ stats, const float2* __restrict__ folded,
-                  const void* __restrict__ gamma, const void* __restrict__ beta, const float* __restrict__ sums,
-                   data_t* __restrict__ dx, void* __restrict__ dgamma, void* __restrict__ dbeta, const __grid_constant__ NormShape shape,
+                  const void* __restrict__ gamma, const void* __restrict__ beta, const data_t* __restrict__ more, const float* __restrict__ sums,
+                  data_t* __restrict__ dx, void* __restrict__ dgamma, void* __restrict__ dbeta, const __grid_constant__ NormShape shape,
                    const long long first) {
   NEXT_LAUNCH_MAY_COME
   AFTER_LAST_LAUNCH
@@ -257,6 +250,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
     at.pass((int)shape.activation, v, g);
 #pragma unroll
     for (int j = 0; j < VEC; ++j) v[j] = at.rstd * (at.gamma * g[j] - fmaf(v[j], own.y, own.x));
+    others_of(g, more, base + i);
+#pragma unroll
+    for (int j = 0; j < VEC; ++j) v[j] += g[j];
     store(dx + base + i, v);
   }
 }

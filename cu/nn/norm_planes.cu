@@ -15,7 +15,7 @@
 // By hand: nvcc -cubin -arch=sm_90a -I cu cu/nn/norm_planes.cu
 #include "nn/norm.cuh"
 
-constexpr int UNROLL = VEC * sizeof(data_t) < 16 ? 8 : 4, WARPS = THREADS / 32;
+constexpr int UNROLL = VEC * sizeof(data_t) < 16 ? 8 : 4;
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
     norm_planes_moments(const data_t* __restrict__ x, const data_t* __restrict__ added, float* __restrict__ parts, const __grid_constant__ NormShape shape) {
@@ -137,8 +137,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
   fetch();  // on its way while the parameters are
   float mean[VEC], a[VEC], b[VEC], more[VEC];
   const int first = at.inside ? at.column * VEC : 0;
-  parameters_of(a, gamma_of(gamma, shape), first, 1);
-  parameters_of(b, beta_of(beta, shape), first, 0);
+  parameters_of(a, b, gamma_of(gamma, shape), beta_of(beta, shape), first);
   summands_of(more, added, (long long)at.image * channels + first);
 #pragma unroll
   for (int i = 0; i < VEC; ++i) {

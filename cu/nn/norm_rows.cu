@@ -13,7 +13,7 @@
 // By hand: nvcc -cubin -arch=sm_90a -I cu cu/nn/norm_rows.cu
 #include "nn/norm.cuh"
 
-constexpr int WARPS = THREADS / 32, UNROLL = VEC * sizeof(data_t) < 16 ? 8 : 4;
+constexpr int UNROLL = VEC * sizeof(data_t) < 16 ? 8 : 4;
 
 // gamma and beta of VEC neighbours of a row, whose channels begin at `base`
 DEVICE void parameters_of(float (&a)[VEC], float (&b)[VEC], const Parameter& gamma, const Parameter& beta, const NormShape& shape, int base, int first) {

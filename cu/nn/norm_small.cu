@@ -11,23 +11,7 @@
 // By hand: nvcc -cubin -arch=sm_90a -I cu cu/nn/norm_small.cu
 #include "nn/norm.cuh"
 
-constexpr int WARPS = THREADS / 32, UNROLL = 4;
-
-// Adds, over the threads of a block that have columns of the same group, two numbers each; all of them get the sums.
-DEVICE float2 add_group(float2 v, float2 (&room)[WARPS][32], int own, int width, int first, int count) {
-  for (int mask = 16; mask >= width; mask /= 2) {
-    v.x += __shfl_xor_sync(~0u, v.x, mask);
-    v.y += __shfl_xor_sync(~0u, v.y, mask);
-  }
-  if (threadIdx.x % 32 < width) room[threadIdx.x / 32][own] = v;
-  __syncthreads();
-  v = make_float2(0, 0);
-#pragma unroll 1
-  for (int i = 0; i < count; ++i)
-#pragma unroll
-    for (int w = 0; w < WARPS; ++w) v.x += room[w][first + i].x, v.y += room[w][first + i].y;
-  return v;
-}
+constexpr int UNROLL = 8;
 
 extern "C" __global__ void __launch_bounds__(THREADS) CLUSTER_DIMS
     norm_small(const data_t* __restrict__ x, const void* __restrict__ gamma, const void* __restrict__ beta, const data_t* __restrict__ added,
@@ -48,8 +32,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) CLUSTER_DIMS
   const int start = at.start + at.lane, down = at.down, end = at.end;
   const long long offset = at.first_pixel(x, shape) - x;
   const data_t* const from = x + offset;
+  int pixel = start;
+  raw_t raw[UNROLL];
+  auto fetch = [&]() {
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u)
+      if (pixel + u * down < end) raw[u] = load(from + (long long)(pixel + u * down) * channels);
+  };
+  fetch();  // on its way while everything else is
   // the group's first number of the image, which all blocks of the cluster know: what is added is relative to it
-  const float known = shape.rms ? 0 : to_float(x[at.image * shape.pixels * channels + group * (int)shape.each]);
+  const data_t first_number = x[at.image * shape.pixels * channels + group * (int)shape.each];
+  float a[VEC], b[VEC];
+  parameters_of(a, b, gamma_of(gamma, shape), beta_of(beta, shape), at.inside ? at.column * VEC : 0);
+  const float known = shape.rms ? 0 : to_float(first_number);
   float base[VEC];  // what is subtracted from a number of the array
   summands_of(base, added, (long long)at.image * channels + (at.inside ? at.column * VEC : 0));
 #pragma unroll
@@ -57,11 +52,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) CLUSTER_DIMS
   float sum = 0;
   raw_t* to_keep = kept + threadIdx.x;
 #pragma unroll 1
-  for (int pixel = start; pixel < end; pixel += UNROLL * down, to_keep += UNROLL * THREADS) {
-    raw_t raw[UNROLL];
-#pragma unroll
-    for (int u = 0; u < UNROLL; ++u)
-      if (pixel + u * down < end) raw[u] = load(from + (long long)(pixel + u * down) * channels);
+  while (pixel < end) {
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u)
       if (pixel + u * down < end) {
@@ -73,17 +64,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) CLUSTER_DIMS
         sum += some;
         to_keep[u * THREADS] = raw[u];
       }
+    pixel += UNROLL * down, to_keep += UNROLL * THREADS;
+    fetch();
   }
-  float a[VEC], b[VEC];
-  parameters_of(a, gamma_of(gamma, shape), at.inside ? at.column * VEC : 0, 1);
-  parameters_of(b, beta_of(beta, shape), at.inside ? at.column * VEC : 0, 0);
   const float n = (float)(min((int)shape.per, max((int)shape.pixels - at.start, 0)) * (int)shape.each);
   float near = 0;  // the block's mean less `known`, but for rounding
   if (!shape.rms) near = n > 0 ? add_group(make_float2(sum, 0), room[0], at.own, width, first, each).x / n : 0;
   float2 off = make_float2(0, 0);
   const raw_t* of_kept = kept + threadIdx.x;
 #pragma unroll 1
-  for (int pixel = start; pixel < end; pixel += down, of_kept += THREADS) {
+  for (pixel = start; pixel < end; pixel += down, of_kept += THREADS) {
     float v[VEC];
     floats_of(v, *of_kept);
     float2 some = make_float2(0, 0);
@@ -122,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) CLUSTER_DIMS
   of_kept = kept + threadIdx.x;
   data_t* to = out + offset + (long long)start * channels;
 #pragma unroll 1
-  for (int pixel = start; pixel < end; pixel += down, of_kept += THREADS, to += (long long)down * channels) {
+  for (pixel = start; pixel < end; pixel += down, of_kept += THREADS, to += (long long)down * channels) {
     float v[VEC];
     floats_of(v, *of_kept);
 #pragma unroll

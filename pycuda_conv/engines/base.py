@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from pycuda_conv.engines.schedule import Schedule
@@ -102,7 +103,8 @@ def fastest(timed: Iterable[tuple[float, C]]) -> tuple[float, C] | None:
 class Engine(Protocol):
     """A family of kernels. The modules that :data:`pycuda_conv.engines.registry.ENGINES` lists are such objects.
 
-    All problems are as they are launched (:attr:`ConvProblem.launched`): forward convolutions and their transposes.
+    All problems are as they are launched (:attr:`ConvProblem.launched`): forward convolutions and their transposes. What a module does
+    not say itself, :func:`complete` says for it, as :data:`DEFAULTS` has it.
     """
 
     @property
@@ -116,6 +118,10 @@ class Engine(Protocol):
     @property
     def TENSOR_CORES(self) -> bool:
         """Whether its kernels multiply on tensor cores, and so are fast in either layout."""
+
+    @property
+    def PRECEDENCE(self) -> int:
+        """Among equal predictions that of an engine of higher precedence counts; then the order of families and of names."""
 
     @property
     def MOST_VARIANTS(self) -> Mapping[str, int]:
@@ -156,3 +162,56 @@ class Engine(Protocol):
 
     def filter_key(self, problem: ConvProblem, config: Any) -> Hashable:
         """Equal for problems whose filter is packed alike, whatever their images; None where the filter is read as it is."""
+
+
+# ---- what an engine need not say
+
+
+def _unsupported(engine: Any, device: Device) -> str | None:
+    """What its declaration RUNS_ON says; None without one: then its kernels run on every device."""
+    runs_on = getattr(engine, "RUNS_ON", None)
+    return None if runs_on is None else runs_on.why_not(device)
+
+
+def _why_not(engine: Any, problem: ConvProblem) -> str | None:
+    """What its declaration TAKES says of a problem, whatever the configuration."""
+    reason: str | None = engine.TAKES.why_not(problem)
+    return reason
+
+
+def _refusal(engine: Any, problem: ConvProblem, config: Any) -> str | None:
+    """What its declaration LEGAL says, which includes TAKES."""
+    reason: str | None = engine.LEGAL.refusal(problem, config)
+    return reason
+
+
+def _choose(engine: Any, problem: ConvProblem, device: Device) -> tuple[float, Config] | None:
+    """The fastest of its configurations by its model."""
+    timed = ((engine.time(problem, config, device), config) for config in engine.configs(problem, device))
+    return fastest((us, config) for us, config in timed if us is not None)
+
+
+def _sum_order(engine: Any, problem: ConvProblem, config: Any) -> Hashable:
+    """The fields of a configuration that its ORDER names; all of them without such a name."""
+    names = getattr(engine, "ORDER", None)
+    return config if names is None else (type(config), *(getattr(config, name) for name in names))
+
+
+def _filter_key(engine: Any, problem: ConvProblem, config: Any) -> None:
+    """None: its kernels read the filter as it is."""
+
+
+#: What :func:`complete` gives to a module: functions get the module before their arguments.
+DEFAULTS: Mapping[str, Any] = {
+    "TENSOR_CORES": False, "PRECEDENCE": 0, "unsupported": _unsupported, "why_not": _why_not, "refusal": _refusal, "choose": _choose,
+    "sum_order": _sum_order, "filter_key": _filter_key,
+}  # fmt: skip
+
+
+def complete(module: Any) -> Engine:
+    """A module as an engine: it gets what it does not say itself."""
+    for name, default in DEFAULTS.items():
+        if not hasattr(module, name):
+            setattr(module, name, partial(default, module) if callable(default) else default)
+    made: Engine = module
+    return made

@@ -12,6 +12,7 @@ from typing import Any
 
 from pycuda_conv.engines import calibration, packing, split_sum
 from pycuda_conv.engines.base import BY_RULE, GONE, Config, Engine, GoneError, fastest
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.hopper.common import MEMORY
 from pycuda_conv.engines.schedule import GRID_LIMIT, Schedule
 from pycuda_conv.engines.variants import VariantSet
@@ -27,7 +28,7 @@ TRANSFORMS: tuple[Engine, ...] = ()
 
 NEAR, MOST_NEAR = 1.6, 24  # tuning measures the configurations within this factor of the best prediction, and at most this many
 CLOSE = 1.25  # where timings correct the models, engines whose choice is within this factor of the best are asked for all their tiles
-PASS_LAUNCH = 2.0  # microseconds that one more launch takes
+COST = costs("registry")
 BEST = 2  # configurations of each engine to measure at any prediction, since a model may be wrong
 
 
@@ -297,7 +298,7 @@ def with_moments(problem: ConvProblem, config: Config, device: Device) -> Config
     fastest_us = predicted(problem, config, device)
     if problem.batch_invariant or fastest_us is None or schedule(problem, config, device, True).moments is not None:
         return config
-    pass_us = PASS_LAUNCH + problem.itemsize * math.prod(problem.result_shape) / MEMORY
+    pass_us = COST.PASS_LAUNCH + problem.itemsize * math.prod(problem.result_shape) / MEMORY
     for us, other in predictions(problem, device):
         if us >= fastest_us + pass_us:
             break

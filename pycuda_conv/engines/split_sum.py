@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, cast
 
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import ceil, divider
 from pycuda_conv.engines.schedule import BIAS, RESIDUAL, RESULT, SCALE, finish
 from pycuda_conv.engines.struct import kernel_struct
@@ -23,6 +24,7 @@ def splits(problem: ConvProblem, most: int) -> tuple[int, ...]:
     return tuple(n for n in (SPLITS + MORE_SPLITS if problem.layout == "CNHW" else SPLITS) if n <= max(most, 1))
 
 
+COST = costs("split_sum")
 ReduceArguments = kernel_struct("direct_reduce", "ReduceArguments")
 
 
@@ -74,4 +76,4 @@ def variants(device: Device) -> Iterator[VariantSet]:
 def time(size: int, split: int, nbytes: int, multiprocessors: int) -> float:
     """Microseconds of adding parts of `size` sums of `nbytes`: the launch, a thread's waits, and writing and reading the parts."""
     run = ceil(split, _lanes(split))
-    return 2 + 0.6 * ceil(run, 8) + 2 * split * size * nbytes / 3e6 * 132 / multiprocessors
+    return COST.BEGIN + COST.WAIT * ceil(run, 8) + 2 * split * size * nbytes / COST.MEMORY * 132 / multiprocessors

@@ -13,6 +13,11 @@ def products(problem: ConvProblem) -> int:
     return 3 if problem.dtype == "float32" and problem.precision == "fp32" else 1
 
 
+def gemm_products(problem: ConvProblem) -> int:
+    """The same for a kernel that leaves out those of an image's second limbs where these are 0."""
+    return 2 if problem.of_bytes and products(problem) == 3 else products(problem)
+
+
 def limbs(problem: ConvProblem) -> int:
     """16-bit or TF32 numbers that an element is split into."""
     return 2 if products(problem) == 3 else 1

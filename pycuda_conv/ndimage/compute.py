@@ -180,7 +180,7 @@ class _Work(NamedTuple):
             def run(on: Bench, there: Any, part: Sequence[Term]) -> Any:
                 return self._replace(bench=on)._joined(there, part, value, output, None)
 
-            return staged.joined(self.bench, x, terms, value, output, target, _result_shape(x.shape, terms), run)
+            return staged.joined(self.bench, x, terms, value, output, target, _result_shape(x.shape, terms), run, self.norm)
         made = None
         if len(terms) > 1:
             made = launches.sum_of_terms(self.bench, x, terms, value, output, target, Join(square=self.norm, root=self.norm))

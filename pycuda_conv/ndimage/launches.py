@@ -65,12 +65,22 @@ class Join(NamedTuple):
 PLAIN = Join()
 
 
+class Taped(NamedTuple):
+    """A launch that was made: of which array, with which launcher and filter, and whether it read earlier results."""
+
+    x: Any
+    launcher: Any
+    filters: Any
+    joined: bool
+
+
 class Bench(NamedTuple):
-    """Where filters run: the operations on arrays of a kind, the device, and the caller's stream."""
+    """Where filters run: the operations on arrays of a kind, the device, the caller's stream, and a list for the launches that are made."""
 
     space: Space
     device: Any
     stream: Any = None
+    tape: list[Taped] | None = None
 
     @property
     def backend(self) -> str:
@@ -142,7 +152,7 @@ def passes(
 
 
 def _groups(bench: Bench, x: Any, along: Sequence[Pass], value: float, sums: str, output: str) -> list[tuple[Pass, ...]]:
-    """The passes of each launch: one, two whose axes are rows and columns of a window, or, on a GPU, three."""
+    """The passes of each launch: one, or two whose axes are rows and columns of a window."""
     along = [one for one in along if len(one.taps) != 1 or one.taps[0] != 1 or one.size is not None]
     if not along:  # a copy
         return [(Pass(x.ndim - 1, np.ones(1), 0, "nearest"),)]
@@ -151,11 +161,6 @@ def _groups(bench: Bench, x: Any, along: Sequence[Pass], value: float, sums: str
     waiting = sorted(along, key=lambda one: one.axis)
     groups: list[tuple[Pass, ...]] = []
     while waiting:
-        three = tuple(waiting[-3:])
-        if len(three) == 3 and _is_one_volume(bench, x, three, sums):
-            groups.append(three)
-            del waiting[-3:]
-            continue
         pair = tuple(waiting[-2:])
         if len(pair) == 2 and _goes_together(bench, x, pair, sums):
             groups.append(pair)
@@ -172,22 +177,12 @@ def _goes_together(bench: Bench, x: Any, pair: tuple[Pass, ...], sums: str) -> b
     return images.fits(window, (1, len(pair[0].taps), len(pair[1].taps)), False, bench.device) is not None
 
 
-def _is_one_volume(bench: Bench, x: Any, three: tuple[Pass, ...], sums: str) -> bool:
-    if prod(x.shape[three[2].axis + 1 :]) > MOST_COLOURS or bench.backend != "cuda":
-        return False
-    window, taps = _window_of_three(x.shape, three, sums, sums, 0.0, PLAIN)
-    return images.volume_fits(window, taps, bench.device)
-
-
 def _separable(
     bench: Bench, x: Any, group: tuple[Pass, ...], value: float, output: str, target: Any, previous: Any, join: Join
 ) -> Any:
     input, shape = bench.space.dtype(x), _result_shape(x.shape, group)
     filters = [one.taps for one in group]
-    kernel = "separable"
-    if len(group) == 3:
-        kernel, (window, taps) = "volume", _window_of_three(x.shape, group, input, output, value, join)
-    elif len(group) == 2:
+    if len(group) == 2:
         window, taps = _window_of_pair(x.shape, group, input, output, value, join), (1, len(filters[0]), len(filters[1]))
     elif len(filters[0]) > MOST_TAPS:
         (one,) = group
@@ -200,7 +195,7 @@ def _separable(
         equal = [len(f) >= SHORTEST_BOX and bool((f == f[0]).all()) for f in filters]
         window = replace(window, boxes=(bool(taps[1]) and equal[0], bool(taps[2]) and equal[-1]))
     flat = np.concatenate([rounded(f) if window.sums == "float32" else np.asarray(f, np.float64) for f in filters])
-    return _launched(bench, kernel, window, taps, x, flat, shape, output, target, previous)
+    return _launched(bench, "separable", window, taps, x, flat, shape, output, target, previous)
 
 
 def _result_shape(shape: Sequence[int], group: Sequence[Pass]) -> tuple[int, ...]:
@@ -222,18 +217,6 @@ def _window_of_pair(shape: Sequence[int], pair: Sequence[Pass], input: str, outp
         ("nearest", down.border, across.border),
         value, *join,
     )  # fmt: skip
-
-
-def _window_of_three(
-    shape: Sequence[int], three: Sequence[Pass], input: str, output: str, value: float, join: Join
-) -> tuple[Window, tuple[int, int, int]]:
-    colours = prod(shape[three[2].axis + 1 :])
-    result = _result_shape(shape, three)
-    rows = [(one.axis, shape[one.axis], result[one.axis], len(one.taps), one.before, one.border) for one in three]
-    _, size, resized, taps, before, borders = zip(*rows, strict=True)
-    steps = _steps(shape, result, rows, colours)
-    window = Window(input, output, steps.images, size, resized, steps.x, steps.y, colours, before, borders, value, *join)
-    return window, taps
 
 
 def _window_of_one(shape: Sequence[int], one: Pass, input: str, output: str, value: float, join: Join) -> tuple[Window, bool]:
@@ -474,6 +457,8 @@ def _launched(
     launcher = images.compiled(kernel, window, taps, bench.device, skip)
     inputs = x, _kept(bench.space, filters, x), previous
     execute.launch(bench.space.kind, bench.device, launcher, inputs, (made,), 0, bench.stream)
+    if bench.tape is not None:
+        bench.tape.append(Taped(x, launcher, inputs[1], previous is not None))
     return made
 
 

@@ -30,30 +30,23 @@ def run(call: Call, terms: Callable[[Any], Sequence[Term]], weights: Sequence[An
     want = compute.wanted(call, input, False)
     narrow = input in compute.NARROW and want != "float64"
     sums = "float32" if narrow else "float64"
-    gone = space.is_nan(x) if missing.nan is not None and input not in INTEGERS and input != "bool" else None
-    if missing.mask is not None:
-        mask = as_array("mask", missing.mask)
+    nan, mask = missing.nan is not None and input not in INTEGERS and input != "bool", missing.mask
+    if mask is not None:
+        mask = as_array("mask", mask)
         if tuple(mask.shape) != tuple(x.shape):
             raise ValueError(f"mask must have the shape of the input, {tuple(x.shape)}, got {tuple(mask.shape)}")
-        mask = space.cast(mask, "bool")
-        gone = mask if gone is None else gone | mask
-    if gone is None:
+    elif not nan:
         return compute.run(call, terms, weights)
+    gone = space.missing(x, nan, mask)
     kept = space.cast(x, sums)
-    zero = space.empty(x.shape, sums, x)
-    zero[...] = 0.0 if missing.fill is None else float(missing.fill)
-    top = compute.run(call._replace(x=space.where(gone, zero, kept), output=sums), terms, weights)
+    filled = space.filled(gone, 0.0 if missing.fill is None else float(missing.fill), kept)
+    made = compute.run(call._replace(x=filled, output=sums), terms, weights)
     if missing.fill is None:
-        there = space.cast(~gone, sums)
-        bottom = compute.run(call._replace(x=there, output=sums, value=1.0), terms, weights)
+        bottom = compute.run(call._replace(x=space.present(gone, sums), output=sums, value=1.0), terms, weights)
         whole = float(np.prod([np.sum(one) for term in found for one in _taps(term)]))
-        some = bottom > LEAST_WEIGHT * whole
-        made = space.where(some, top * whole / space.where(some, bottom, there * 0 + 1), kept)
-    else:
-        made = top
+        made = space.made_up(made, bottom, whole, LEAST_WEIGHT, kept)
     if missing.preserve_nan:
-        zero[...] = float("nan")
-        made = space.where(gone, zero, made)
+        made = space.filled(gone, float("nan"), made)
     made = made if sums == want else compute.converted(space, made, want, call.rounding)
     if not compute.is_array(call.output):
         return made

@@ -14,6 +14,7 @@ from pycuda_conv.arrays import ArrayKind, CupyKind, GPUArrayKind, NumpyKind, is_
 from pycuda_conv.arrays.device import _gpuarray as new_gpuarray
 from pycuda_conv.arrays.device import _made as made_by
 from pycuda_conv.errors import brief
+from pycuda_conv.numbers import gpuarrays
 from pycuda_conv.runtime import contexts
 
 INTEGERS = {name: np.iinfo(name) for name in ("uint8", "int8", "uint16", "int16", "int32", "uint32", "int64", "uint64")}
@@ -95,6 +96,29 @@ class Space:
 
     def is_nan(self, array: Any) -> Any:
         return self.library.isnan(array)
+
+    def missing(self, array: Any, nan: bool, mask: Any) -> Any:
+        """Where an array is NaN, if `nan` is true, or a mask is; one of both is asked for."""
+        gone = self.is_nan(array) if nan else None
+        if mask is None:
+            return gone
+        mask = self.cast(mask, "bool")
+        return mask if gone is None else gone | mask
+
+    def filled(self, gone: Any, value: float, array: Any) -> Any:
+        """`array` with a value where numbers are missing."""
+        instead = self.empty(array.shape, self.dtype(array), array)
+        instead[...] = value
+        return self.where(gone, instead, array)
+
+    def present(self, gone: Any, dtype: str) -> Any:
+        """1 where numbers are there, else 0."""
+        return self.cast(~gone, dtype)
+
+    def made_up(self, top: Any, bottom: Any, whole: Any, least: float, kept: Any, plane: int = 0) -> Any:
+        """``top * whole / bottom`` where `bottom` is more than `least` of `whole`, else `kept`."""
+        some = bottom > least * whole
+        return self.where(some, top * whole / self.where(some, bottom, bottom * 0 + 1), kept)
 
     def assign(self, target: Any, value: Any) -> None:
         target[...] = value
@@ -209,13 +233,13 @@ class GPUArraySpace(Space):
         return bool(array.flags.c_contiguous)
 
     def empty(self, shape: Sequence[int], dtype: str, like: Any) -> Any:
-        device: Any = contexts.device_at(self.kind.where(self.kind.pointer(like)))  # type: ignore[attr-defined]
+        device = self._device_of(like)
         with device.current():
             return made_by(device, like.allocator, lambda allocate: new_gpuarray(tuple(shape), np.dtype(dtype), allocate, None))
 
     def upload(self, array: np.ndarray, like: Any) -> Any:
         made = self.empty(array.shape, array.dtype.name, like)
-        with contexts.device_at(self.kind.where(self.kind.pointer(like))).current():  # type: ignore[attr-defined]
+        with self._device_of(like).current():
             made.set(np.ascontiguousarray(array))
         return made
 
@@ -249,6 +273,34 @@ class GPUArraySpace(Space):
         raise TypeError("a GPUArray can't be rounded to integers of more than 16 bits: pass output='float32' or 'float64'")
 
     rint = trunc = where = is_nan = clip  # type: ignore[assignment]
+
+    def missing(self, array: Any, nan: bool, mask: Any) -> Any:
+        gone = self.empty(array.shape, "uint8", array)
+        with self._device_of(array).current():
+            gpuarrays.find_missing(array, mask, nan, gone)
+        return gone
+
+    def filled(self, gone: Any, value: float, array: Any) -> Any:
+        made = self.empty(array.shape, self.dtype(array), array)
+        with self._device_of(array).current():
+            gpuarrays.fill_missing(gone, value, array, made)
+        return made
+
+    def present(self, gone: Any, dtype: str) -> Any:
+        made = self.empty(gone.shape, dtype, gone)
+        with self._device_of(gone).current():
+            gpuarrays.mark_present(gone, made)
+        return made
+
+    def made_up(self, top: Any, bottom: Any, whole: Any, least: float, kept: Any, plane: int = 0) -> Any:
+        """Also for a `whole` of several channels, of `plane` elements each; without `kept` NaN stands where too few numbers were met."""
+        every = self.upload(np.atleast_1d(np.asarray(whole, self.dtype(top))), top)
+        with self._device_of(top).current():
+            gpuarrays.make_up(top, bottom, every, plane or max(top.size, 1), least, kept)
+        return top
+
+    def _device_of(self, array: Any) -> Any:
+        return contexts.device_at(self.kind.where(self.kind.pointer(array)))  # type: ignore[attr-defined]
 
     def assign(self, target: Any, value: Any) -> None:
         target[...] = value

@@ -37,12 +37,15 @@ _TYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
 
 
 class Asked(NamedTuple):
-    """The options of a norm: groups of channels, or the number of last axes that are normalised together."""
+    """The options of a norm: groups of channels, or the number of last axes that are normalised together.
+
+    With an `rms` of 2, `eps` is the least mean square, and not added to it: what ``F.normalize`` computes, but for a factor.
+    """
 
     groups: int
     axes: int
     eps: float
-    rms: bool
+    rms: int
     activation: Any
 
 
@@ -220,14 +223,19 @@ def _theirs(asked: Asked, x: Any, gamma: Any, beta: Any) -> Any:
     """The same by torch."""
     if asked.axes:
         shape = x.shape[x.dim() - asked.axes :]
-        y = F.rms_norm(x, shape, gamma, asked.eps) if asked.rms else F.layer_norm(x, shape, gamma, beta, asked.eps)
+        if asked.rms == 2:
+            numbers = math.prod(shape)
+            y = F.normalize(x.flatten(-asked.axes), dim=-1, eps=math.sqrt(asked.eps * numbers)).view_as(x) * math.sqrt(numbers)
+            y = y if gamma is None else y * gamma
+        else:
+            y = F.rms_norm(x, shape, gamma, asked.eps) if asked.rms else F.layer_norm(x, shape, gamma, beta, asked.eps)
     else:
         y = F.group_norm(x, asked.groups, gamma, beta, asked.eps)
     return activated(y, asked.activation)
 
 
-def _repeated(x: Any, gamma: Any, beta: Any, options: tuple[Any, ...], added: Any = None) -> Any:
-    """The result of a call that was made before, or None."""
+def _repeated(x: Any, gamma: Any, beta: Any, options: tuple[Any, ...], added: Any = None, passes_on: bool = False) -> Any:
+    """The result of a call that was made before, and x if a gradient is recorded and it `passes_on` that; or None."""
     if not repeat.possible() or type(x) is not Tensor:
         return None
     recorded = torch.is_grad_enabled() and any(getattr(one, "requires_grad", False) for one in (x, gamma, beta, added))
@@ -237,11 +245,13 @@ def _repeated(x: Any, gamma: Any, beta: Any, options: tuple[Any, ...], added: An
     if not recorded:
         return made[-1]
     asked, stats, out = made[0][1], made[1], made[2]
-    return _apply(x, gamma, beta, asked, stats, out)
+    return _apply(x, gamma, beta, asked, stats, out, passes_on)
 
 
-def _norm(asked: Asked, x: Any, gamma: Any, beta: Any, options: tuple[Any, ...], added: Any = None) -> Any:
-    """A norm whose arguments have been checked."""
+def _norm(
+    asked: Asked, x: Any, gamma: Any, beta: Any, options: tuple[Any, ...], added: Any = None, passes_on: bool = False
+) -> Any:
+    """A norm whose arguments have been checked, and x if a gradient is recorded and it `passes_on` that."""
     recorded = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (x, gamma, beta, added))
     if added is not None and (recorded or _order(x, asked) is None or added.dtype is not x.dtype):
         x, added, options = _with(x, added), None, (*options, "added")
@@ -251,7 +261,7 @@ def _norm(asked: Asked, x: Any, gamma: Any, beta: Any, options: tuple[Any, ...],
     with torch.no_grad():
         out, stats = forward(asked, x.detach(), gamma, beta, recorded, added)
     _remember((*options, recorded), asked, x, gamma, beta, out, recorded, added)
-    return _apply(x, gamma, beta, asked, stats, out) if recorded else out
+    return _apply(x, gamma, beta, asked, stats, out, passes_on) if recorded else out
 
 
 def _with(x: Any, added: Any) -> Any:
@@ -264,23 +274,42 @@ def pays(x: Any) -> bool:
     return bool(x.is_cuda) and x.dtype in _TYPES
 
 
-def norm_of_graph(asked: Asked) -> Any:
-    """(x, gamma, beta, added) -> the norm, of x's type and lying as x does, for graphs that run as they are."""
+def norm_of_graph(asked: Asked, passes_on: bool = False) -> Any:
+    """(x, gamma, beta, added) -> the norm, of x's type and lying as x does, for graphs that run as they are.
+
+    If it `passes_on` x, that is a second result, for what else reads x: then the launch that computes the norm's gradient adds the other.
+    """
     options, is_cast = ("graph", asked), torch.is_autocast_enabled
+
+    def compute(x: Any, gamma: Any, beta: Any, added: Any) -> Any:
+        made = _repeated(x, gamma, beta, options, added, passes_on)
+        made = _as_it_lies(asked, x, gamma, beta, options, added, passes_on) if made is None else made
+        return (made, x) if passes_on and not isinstance(made, tuple) else made
 
     def norm(x: Any, gamma: Any, beta: Any, added: Any = None) -> Any:
         if is_cast("cuda" if x.is_cuda else "cpu"):
             with without_autocast(x):
-                return _as_it_lies(asked, x, gamma, beta, options, added)
-        made = _repeated(x, gamma, beta, options, added)
-        return _as_it_lies(asked, x, gamma, beta, options, added) if made is None else made
+                return compute(x, gamma, beta, added)
+        return compute(x, gamma, beta, added)
 
     return norm
 
 
-def _as_it_lies(asked: Asked, x: Any, gamma: Any, beta: Any, options: tuple[Any, ...], added: Any) -> Any:
-    made = _norm(asked, x, gamma, beta, options, added).to(x.dtype)
-    order = _order(x, asked)
+def norm_of_pixels(asked: Asked) -> Any:
+    """(x, gamma) -> the norm of each pixel over its channels, which are last in memory, for graphs that run as they are."""
+    norm = norm_of_graph(asked)
+
+    def of_pixels(x: Any, gamma: Any) -> Any:
+        return norm(x.movedim(1, -1), gamma, None).movedim(-1, 1)
+
+    return of_pixels
+
+
+def _as_it_lies(asked: Asked, x: Any, gamma: Any, beta: Any, options: tuple[Any, ...], added: Any, passes_on: bool) -> Any:
+    made = _norm(asked, x, gamma, beta, options, added, passes_on)
+    if isinstance(made, tuple):  # the kernels' result lies as x does
+        return made
+    made, order = made.to(x.dtype), _order(x, asked)
     return made if TORCH.is_laid_out_as(made, order) else torch.empty_like(x).copy_(made)
 
 
@@ -328,19 +357,25 @@ def _remember(
 
 class _Function(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Any, gamma: Any, beta: Any, asked: Asked, stats: Tensor, out: Tensor) -> Any:
+    def forward(ctx: Any, x: Any, gamma: Any, beta: Any, asked: Asked, stats: Tensor, out: Tensor, passes_on: bool) -> Any:
         ctx.asked = asked
         ctx.save_for_backward(x, gamma, beta, stats)
-        return out
+        if not passes_on:
+            return out
+        ctx.set_materialize_grads(False)  # if nothing else read x, there is nothing to add
+        return out, x
 
     @staticmethod
-    def backward(ctx: Any, dout: Any) -> Any:
+    def backward(ctx: Any, dout: Any, more: Any = None) -> Any:
         x, gamma, beta, stats = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[:3]
+        wanted, others = ctx.needs_input_grad[:3], (None,) * 4
+        if dout is None:
+            return more, None, None, *others
         if torch.is_grad_enabled() or _traced(x, gamma if gamma is not None else x, beta, dout) or _is_batched(dout):
-            return *_differentiable(ctx.asked, x, gamma, beta, dout, wanted), None, None, None
-        made = backward(ctx.asked, dout, x, gamma, beta, stats)
-        return *(one if needed else None for one, needed in zip(made, wanted, strict=True)), None, None, None
+            dx, *rest = _differentiable(ctx.asked, x, gamma, beta, dout, wanted)
+            return dx if dx is None or more is None else dx + more, *rest, *others
+        made = backward(ctx.asked, dout, x, gamma, beta, stats, more if wanted[0] else None)
+        return *(one if needed else None for one, needed in zip(made, wanted, strict=True)), *others
 
 
 #: ``_Function.apply`` without checks that were made.
@@ -356,17 +391,17 @@ def _differentiable(asked: Asked, x: Any, gamma: Any, beta: Any, dout: Any, want
     return tuple(next(found) if needed else None for needed in wanted)
 
 
-def backward(asked: Asked, dout: Any, x: Any, gamma: Any, beta: Any, stats: Any) -> tuple[Any, Any, Any]:
-    """The gradients of x, gamma and beta; None for what is not there."""
+def backward(asked: Asked, dout: Any, x: Any, gamma: Any, beta: Any, stats: Any, more: Any = None) -> tuple[Any, Any, Any]:
+    """The gradients of x, to which `more` is added, gamma and beta; None for what is not there."""
     options = "gradient", asked
-    operands = dout, x, stats, gamma, beta
+    operands = dout, x, stats, gamma, beta, more
     made = repeat.replay(_again, options, *operands) if repeat.possible() else None
     order = _order(x, asked)
     if made is None:
         dense = without_gaps(dout, order)
         made = repeat.replay(_again, options, dense, *operands[1:]) if dense is not dout and repeat.possible() else None
         if made is None:
-            return _first_backward(asked, options, dense, x, gamma, beta, stats)
+            return _first_backward(asked, options, dense, x, gamma, beta, stats, more)
     return _named(made[1:], gamma, beta)
 
 
@@ -377,7 +412,7 @@ def _named(made: Sequence[Any], gamma: Any, beta: Any) -> tuple[Any, Any, Any]:
 
 
 def _first_backward(
-    asked: Asked, options: tuple[Any, ...], dout: Any, x: Any, gamma: Any, beta: Any, stats: Any
+    asked: Asked, options: tuple[Any, ...], dout: Any, x: Any, gamma: Any, beta: Any, stats: Any, more: Any
 ) -> tuple[Any, Any, Any]:
     """The gradients in a call that is not repeated."""
     order = _order(x, asked)
@@ -385,24 +420,27 @@ def _first_backward(
     found = _device_of(asked, TORCH.signature(given), order is not None, (_is_wide(x, gamma), _is_wide(x, beta)))
     assert found is not None
     norm, device = found
-    if not engine.gradient_fits(norm):
-        return _by_torch(asked, dout, x, gamma, beta)
+    fits = engine.gradient_fits(norm)
+    if not fits or (more is not None and not engine.adds_more(norm)):
+        dx, *rest = backward(asked, dout, x, gamma, beta, stats) if fits else _by_torch(asked, dout, x, gamma, beta)
+        return dx if more is None else dx + more, rest[0], rest[1]
+    besides = None if more is None else TORCH.as_kernel_input(more, order)
     dx = TORCH.empty(x.shape, x, device, order)
     launcher, workspace = engine.compiled(norm, device, "", True)
     by_gamma, by_beta = (None if one is None else torch.empty_like(one) for one in (gamma, beta))
-    execute.launch(TORCH, device, launcher, (given, dense, stats, gamma, beta), (dx, by_gamma, by_beta), workspace)
-    name = repeat.key(options, dout, x, stats, gamma, beta) if repeat.possible() else None
-    if name is not None and name not in _again and given is x and dense is dout and not device.capturing():
+    execute.launch(TORCH, device, launcher, (given, dense, stats, gamma, beta, besides), (dx, by_gamma, by_beta), workspace)
+    name = repeat.key(options, dout, x, stats, gamma, beta, more) if repeat.possible() else None
+    if name is not None and name not in _again and given is x and dense is dout and besides is more and not device.capturing():
         steps, nbytes = engine.steps_for(norm, device, gradient=True)
         results = [TORCH.maker(tuple(x.shape), x.dtype, x.device, order)]
         results += [TORCH.maker(tuple(one.shape), one.dtype, one.device, None) for one in (gamma, beta) if one is not None]
-        # dout, x, stats, gamma, beta | dx, and the gradients of gamma and beta that are there | workspace | none
-        ad, ax, stat, ag, at, adx, *more = ((i, 0) for i in range(5 + len(results) + 2))
-        *made, scratch, none = more
+        # dout, x, stats, gamma, beta, more | dx, and the gradients of gamma and beta that are there | workspace | none
+        ad, ax, stat, ag, at, am, adx, *others = ((i, 0) for i in range(6 + len(results) + 2))
+        *made, scratch, none = others
         of_gamma = made.pop(0) if gamma is not None else none
         of_beta = made.pop(0) if beta is not None else none
-        rebound = repeat.rebind_buffers([[one] for one in steps], (ax, ad, stat, ag, at, adx, of_gamma, of_beta, scratch))
-        ready = repeat.launch_sequence(TORCH, device, rebound, dx, 5, results, nbytes)
+        rebound = repeat.rebind_buffers([[one] for one in steps], (ax, ad, stat, ag, at, am, adx, of_gamma, of_beta, scratch))
+        ready = repeat.launch_sequence(TORCH, device, rebound, dx, 6, results, nbytes)
         _again.put(name, ready)
     return dx, by_gamma, by_beta
 
@@ -424,7 +462,7 @@ def spec_of(asked: Asked) -> list[int]:
 
 def _asked_of(eps: float, spec: Sequence[int]) -> Asked:
     groups, axes, rms, activation = spec
-    return Asked(groups, axes, eps, bool(rms), ACTIVATIONS[activation])
+    return Asked(groups, axes, eps, rms, ACTIVATIONS[activation])
 
 
 def _norm_alone(x: Any, gamma: Any, beta: Any, added: Any, eps: float, spec: Sequence[int]) -> Any:

@@ -1,7 +1,8 @@
-"""Max pooling in graphs of ``torch.compile``.
+"""Max and mean pooling in graphs of ``torch.compile``.
 
 In training torch keeps the input and, for every maximum, its place in 8 bytes. The number of its tap in the window takes one byte. In
-evaluation torch writes the places as well; we write none.
+evaluation torch writes the places as well; we write none. Torch's means of arrays with the channels last take ten times as long as memory
+needs; inductor computes them with their neighbours, so they are computed here in light mode alone.
 """
 
 from __future__ import annotations
@@ -93,6 +94,55 @@ class _Function(torch.autograd.Function):
         dy = TORCH.as_kernel_input(dy, ORDERS[pool.layout])
         dx = TORCH.empty(pool.shape, dy, device, ORDERS[pool.layout])
         execute.launch(TORCH, device, engine.compiled(pool, device, True), (dy, taps), (dx,), 0)
+        return dx, None, None
+
+
+def mean_pool(
+    x: Any, kernel_size: Any, stride: Any = None, padding: Any = 0, ceil_mode: bool = False, count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Any:
+    """The result of ``torch.nn.functional.avg_pool2d``, with its gradient, for calls in which torch need not see operators."""
+    if x.is_cuda and x.dim() == 4 and x.dtype in _TYPES and not _traced(x, x, None) and _layout(x) == "NHWC":
+        windows = *pairs_of(kernel_size, stride, padding, 1)[:3], bool(ceil_mode), bool(count_include_pad), divisor_override or 0
+        found = _mean_of(TORCH.signature(x), windows)
+        if found is not None:
+            return _Means.apply(x, *found) if torch.is_grad_enabled() and x.requires_grad else _means(x, *found)
+    theirs: Any = F.avg_pool2d
+    return theirs(x, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
+
+
+@lru_cache(maxsize=256)
+def _mean_of(like: Signature, windows: tuple[Any, ...]) -> tuple[engine.Pool, Any] | None:
+    """A mean pooling of arrays like `like`, and the device; None if the kernels can't compute it."""
+    (n, c, h, w), dtype, _ = like
+    taps, stride, padding, beyond, counted, divisor = windows
+    pool = engine.Pool(
+        TORCH.dtype_name(dtype), (n, c, h, w), taps, stride, padding, (1, 1), "NHWC", beyond, mean=True, counted=counted, divisor=divisor
+    )
+    return (pool, TORCH.device(like, None)) if pool.fits else None
+
+
+def _means(x: Any, pool: engine.Pool, device: Any) -> Any:
+    y = TORCH.empty(pool.result_shape, x, device, ORDERS["NHWC"])
+    execute.launch(TORCH, device, engine.compiled(pool, device, False), (x,), (y,), 0)
+    return y
+
+
+class _Means(torch.autograd.Function):
+    """Means with a gradient, for calls in which torch need not see operators."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, pool: engine.Pool, device: Any) -> Any:
+        ctx.how = pool, device
+        return _means(x, pool, device)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Any) -> Any:
+        pool, device = ctx.how
+        dy = TORCH.as_kernel_input(dy, ORDERS["NHWC"])
+        dx = TORCH.empty(pool.shape, dy, device, ORDERS["NHWC"])
+        execute.launch(TORCH, device, engine.compiled(pool, device, True), (dy,), (dx,), 0)
         return dx, None, None
 
 

@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 
 from pycuda_conv import dispatch, invariance
 from pycuda_conv.arrays import torch_internals
-from pycuda_conv.nn import casting, conv_norms, evaluation, folding, fused, linear, normalise, norms, pooling, upsampling
+from pycuda_conv.nn import casting, conv_norms, evaluation, folding, fused, linear, normalise, norms, pairs, pooling, upsampling
 from pycuda_conv.nn.autograd import _flat, without_autocast
 from pycuda_conv.nn.fused.launches import _LayerSpec
 from pycuda_conv.nn.graph.calls import Norm, Options, Targets
@@ -33,6 +33,8 @@ class _Folding(Targets):
     def __init__(self, graph: Graph) -> None:
         super().__init__(graph)
         self._folded: list[tuple[Node, Options, Norm, Any, torch.dtype]] = []
+        #: the options of the second of two convolutions that one call sums
+        self._others: dict[Node, Options] = {}
 
     def evaluate(
         self, options: Options, operands: Sequence[Any], dtype: torch.dtype, norm: Norm | None, residual: Any, early: bool
@@ -44,8 +46,17 @@ class _Folding(Targets):
             return made
         bias = self.cast(operands[2], dtype)
         made = self.evaluate_alone(options, x, weight, bias, norm, residual)
-        if norm is None and residual is None and options.activation is None and options.settings.padding_mode == "zeros":
-            self.plain[made] = options, x, weight, bias
+        if norm is None and options.settings.padding_mode == "zeros":
+            if residual is not None:
+                self.summed[made] = options
+            elif options.activation is None:
+                self.plain[made] = options, x, weight, bias
+        return made
+
+    def convolve_two(self, options: Options, of_other: Options, operands: Sequence[Any], norm: Norm, bias: Any) -> Node:
+        made = self.graph.call_function(_unfinished, tuple(operands))
+        self._folded.append((made, options, norm, bias, value(operands[1]).dtype))
+        self._others[made] = of_other
         return made
 
     def evaluate_alone(self, options: Options, x: Node, weight: Node, bias: Any, norm: Norm | None, residual: Any) -> Node:
@@ -75,7 +86,7 @@ class _Folding(Targets):
                 self.scale(node, options, start, folded, device.type)
 
 
-def _unfinished(x: Any, weight: Any, residual: Any) -> Any:
+def _unfinished(*operands: Any) -> Any:
     """Stands in a graph until it is known where the norm lies."""
     raise NotImplementedError
 
@@ -91,7 +102,7 @@ class Light(_Folding):
 
     def __init__(self, graph: Graph) -> None:
         super().__init__(graph)
-        #: the trained layers that can pass their input on, and their options
+        #: the trained layers and norms that can pass their input on, and what makes their calls
         self._passing: dict[Node, Callable[..., Any]] = {}
 
     def evaluate_alone(self, options: Options, x: Node, weight: Node, bias: Any, norm: Norm | None, residual: Any) -> Node:
@@ -106,6 +117,9 @@ class Light(_Folding):
         return self.graph.call_function(folding.fold_norms, (vectors, eps, wide))
 
     def scale(self, node: Node, options: Options, start: int, folded: Node, place: str) -> None:
+        if node in self._others:
+            node.target, node.args = two_of(options, self._others[node], start, place), (*node.args, folded)
+            return
         x, weight, residual = node.args
         node.target, node.args = scaled_of(options, start, place), (x, weight, folded, residual)
 
@@ -141,6 +155,10 @@ class Light(_Folding):
             return None
         return self.graph.call_function(pooling_of(windows, bool(given["ceil_mode"])), (given["input"],))
 
+    def mean_pool(self, given: dict[str, Any]) -> Node | None:
+        windows = tuple(given[name] for name in MEAN_POOL_OPTIONS)
+        return self.graph.call_function(mean_pooling_of(windows), (given["input"],)) if all(map(_is_constant, windows)) else None
+
     def product(
         self, given: dict[str, Any], scale: Any, residual: Any, activation: Any, moved: bool, gradient: bool
     ) -> Node | None:
@@ -150,7 +168,15 @@ class Light(_Folding):
 
 
     def normalise_groups(self, x: Any, gamma: Any, beta: Any, added: Any, asked: Asked, gradient: bool) -> Node | None:
-        return self.graph.call_function(normalise.norm_of_graph(asked), (x, gamma, beta, added)) if normalise.pays(value(x)) else None
+        if not normalise.pays(value(x)):
+            return None
+        made = self.graph.call_function(normalise.norm_of_graph(asked), (x, gamma, beta, added))
+        if gradient and value(x).requires_grad:
+            self._passing[made] = partial(normalise.norm_of_graph, asked)
+        return made
+
+    def normalise_pixels(self, x: Any, gamma: Any, asked: Asked) -> Node | None:
+        return self.graph.call_function(normalise.norm_of_pixels(asked), (x, gamma)) if normalise.pays(value(x)) else None
 
     def normalise_rows(self, x: Any, gamma: Any, beta: Any, asked: Asked) -> Node | None:
         return self.graph.call_function(normalise.norm_of_graph(asked), (x, gamma, beta)) if normalise.pays(value(x)) else None
@@ -223,6 +249,19 @@ def scaled_of(options: Options, start: int, place: str) -> Callable[..., Any]:
     return scaled
 
 
+def two_of(options: Options, of_other: Options, start: int, place: str) -> Callable[..., Any]:
+    """(x, weight, other, its weight, folded) -> the sum of two convolutions without gradients, with what lies at `start` in `folded`."""
+    asked, other, compute, is_cast = asked_of_chain(options, 0.0), asked_of_chain(of_other, 0.0), pairs.two, torch.is_autocast_enabled
+
+    def summed(*operands: Any) -> Any:
+        if is_cast(place):
+            with without_autocast(operands[0]):
+                return compute(asked, other, start, *operands)
+        return compute(asked, other, start, *operands)
+
+    return summed
+
+
 def training_of(
     options: Options, of_batch: bool, momentum: float, eps: float, dtype: torch.dtype, place: str, passes_on: bool = False
 ) -> Callable[..., Any]:
@@ -287,6 +326,18 @@ def pooling_of(windows: Any, ceil_mode: bool) -> Callable[..., Any]:
     return max_pool
 
 
+MEAN_POOL_OPTIONS = "kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override"
+
+
+def mean_pooling_of(windows: tuple[Any, ...]) -> Callable[..., Any]:
+    """(x) -> its means."""
+
+    def mean_pool(x: Any) -> Any:
+        return pooling.mean_pool(x, *windows)
+
+    return mean_pool
+
+
 def product_of(activation: Any, moved: bool) -> Callable[..., Any]:
     """(x, weight, bias, scale, residual) -> a linear layer and what follows it, without gradients."""
 
@@ -326,6 +377,10 @@ class Operators(_Folding):
         return self.graph.call_function(torch.ops.pycuda_conv.fold_norms.default, (vectors, eps, wide))
 
     def scale(self, node: Node, options: Options, start: int, folded: Node, place: str) -> None:
+        if node in self._others:
+            specs = _spec(options), _spec(self._others[node])
+            node.target, node.args = torch.ops.pycuda_conv.two.default, (*node.args, folded, start, *specs)
+            return
         x, weight, residual = node.args
         node.target, node.args = torch.ops.pycuda_conv.scaled.default, (x, weight, folded, residual, start, _spec(options))
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from pycuda_conv.errors import ConvArgumentError, brief
 from pycuda_conv.numbers.complex_numbers import involved, library_of, written
@@ -73,18 +76,18 @@ def convolve(function: Callable[..., Any], ndim: int, asked: dict[str, Any]) -> 
     missing = Missing(*(options.pop(name) for name in ("nan", "mask", "fill")))
     input, weight, out, dtype = (options.pop(name) for name in ("input", "weight", "out", "dtype"))
     assert missing.asked  # wrong values are refused
+    if type(input).__module__.partition(".")[0] == "pycuda":
+        return _of_gpuarrays(function, ndim, (input, weight), missing, options, out, dtype)
     library = library_of(input)
     if library is None or involved((input, weight)):
-        raise TypeError("nan= and mask= are for real arrays of numpy, torch, CuPy and dask")
+        raise TypeError("nan= and mask= are for real arrays of numpy, torch, CuPy, PyCUDA and dask")
     gone = _missing_in(library, input, missing)
     if gone is None:  # an image of integers without a mask
         return function(input, weight, out=out, dtype=dtype, **options)
     filled = library.where(gone, _like(input, 0 if missing.fill is None else missing.fill), input)
     if missing.fill is not None:
         return function(filled, weight, out=out, dtype=dtype, **options)
-    given = [name for name in ("bias", "scale", "residual", "activation") if options.pop(name) is not None]
-    if given or dtype is not None:
-        raise ConvArgumentError(f"{(given or ['dtype'])[0]} goes with fill= alone where numbers are missing")
+    _check_plain(options, dtype)
     missing.check_taps(float((weight.detach() if hasattr(weight, "detach") else weight).min()))
     there = ~gone if _is_whole(input) else _cast(~gone, input.dtype)
     modes, constant = _with_constant(options["padding_mode"])
@@ -98,6 +101,41 @@ def convolve(function: Callable[..., Any], ndim: int, asked: dict[str, Any]) -> 
     return made if out is None else written(library, out, made)
 
 
+def _check_plain(options: dict[str, Any], dtype: Any) -> None:
+    """Refuse what goes with `fill` alone, and take it out of the options."""
+    given = [name for name in ("bias", "scale", "residual", "activation") if options.pop(name) is not None]
+    if given or dtype is not None:
+        raise ConvArgumentError(f"{(given or ['dtype'])[0]} goes with fill= alone where numbers are missing")
+
+
+def _of_gpuarrays(
+    function: Callable[..., Any], ndim: int, arrays: tuple[Any, Any], missing: Missing, options: dict[str, Any], out: Any, dtype: Any
+) -> Any:
+    """The same for GPUArrays, which have no such operations."""
+    from pycuda_conv.arrays.kinds import GPU_ARRAY
+    from pycuda_conv.ndimage.spaces import space_of
+
+    space, (given, weight) = space_of(GPU_ARRAY), arrays
+    input, nan, mask = space.contiguous(given), missing.nan is not None and not _is_whole(given), missing.mask
+    if mask is not None and tuple(mask.shape) != tuple(input.shape)[len(input.shape) - len(mask.shape) :]:
+        raise _other_shape(mask, input)
+    if mask is None and not nan:
+        return function(input, weight, out=out, dtype=dtype, **options)
+    gone = space.missing(input, nan, None if mask is None else space.contiguous(mask))
+    filled = space.filled(gone, 0.0 if missing.fill is None else missing.fill, input)
+    if missing.fill is not None:
+        return function(filled, weight, out=out, dtype=dtype, **options)
+    _check_plain(options, dtype)
+    taps = weight.get() if hasattr(weight, "get") else np.asarray(weight)
+    missing.check_taps(float(taps.min()))
+    modes, constant = _with_constant(options["padding_mode"])
+    top = function(filled, weight, out=out, **options)
+    there = space.present(gone, space.dtype(input))
+    bottom = function(there, weight, **options | {"padding_mode": modes, "padding_value": 1.0 if constant else 0.0})
+    whole = taps.reshape(1 if taps.ndim == ndim else len(taps), -1).sum(1, dtype=np.float64)
+    return space.made_up(top, bottom, whole, LEAST_WEIGHT, None, math.prod(top.shape[top.ndim - ndim :]))
+
+
 def _missing_in(library: Any, input: Any, missing: Missing) -> Any:
     """Where numbers of `input` are missing; None if none can be."""
     gone = None if missing.nan is None or _is_whole(input) else library.isnan(input)
@@ -108,9 +146,14 @@ def _missing_in(library: Any, input: Any, missing: Missing) -> Any:
         raise TypeError(f"mask must be an array of bool of the input's kind, but got {brief(mask)}")
     shape = tuple(input.shape)
     if len(mask.shape) > len(shape) or tuple(mask.shape) != shape[len(shape) - len(mask.shape) :]:
-        raise ConvArgumentError(f"mask must have the shape of the input, {shape}, or that of its last axes, got {tuple(mask.shape)}")
+        raise _other_shape(mask, input)
     mask = library.broadcast_to(mask != 0, shape)
     return mask if gone is None else gone | mask
+
+
+def _other_shape(mask: Any, input: Any) -> ConvArgumentError:
+    shape = tuple(input.shape)
+    return ConvArgumentError(f"mask must have the shape of the input, {shape}, or that of its last axes, got {tuple(mask.shape)}")
 
 
 def _is_whole(array: Any) -> bool:

@@ -52,7 +52,7 @@ class _Fewer:
 
 
 #: Parts of engines that can be left out too: the engine, and the configurations of the part.
-PARTS: dict[str, tuple[Engine, Callable[[Any], bool]]] = {
+PARTS: dict[str, tuple[Any, Callable[[Any], bool]]] = {
     "pingpong": (hopper_gemm, lambda config: isinstance(config, hopper_gemm.ImplicitGemm) and config.is_pingpong),
 }
 

@@ -6,14 +6,12 @@ import dataclasses
 import datetime
 import importlib
 import math
-import random
 import re
 import secrets
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,10 +26,11 @@ from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime import Device, driver
 from pycuda_conv.runtime.compiler import compiler
 from pycuda_conv.timing import Effort, gpu_times, host_times, operand_sets, wall_times
+from pycuda_conv.tools.benchmarks import peaks
 from pycuda_conv.tools.benchmarks.pages import digest
-from pycuda_conv.tools.floors import floor
+from pycuda_conv.tools.floors import H200, Rates, floor
 from pycuda_conv.tools.info import attributes, nvidia_smi, versions
-from pycuda_conv.tools.oracle import Errors, ErrorSums, options, torch_for, torch_precision
+from pycuda_conv.tools.oracle import Errors, Truth, cudnn_set, options, torch_for, torch_precision
 from pycuda_conv.tools.plans import plans
 from pycuda_conv.tools.report import (
     FRONT_PAGE,
@@ -59,13 +58,8 @@ from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, named_dev
 
 T = TypeVar("T")
 
-LARGE_FLOPS = 20e9  # of a larger problem, only some channels of the result are compared with the reference
-CHECKED_CHANNELS = 64  # how many
-SLICE_BYTES = 2**31  # bytes of float64 arrays that are compared at a time
 PORTABLE_FLOPS = 0.5e9  # PoCL measures larger problems only if --only asks for them
 HOST_PROBLEM = ConvProblem.forward(2, (4, 16, 32, 32), (32, 16, 3, 3), padding=1)
-COPY_FLOATS = 2**28  # 1 GiB, many times any cache
-COPY_WARM_UP, COPY_ROUNDS = 50, 30  # after idling, the GPU's clocks are low at first
 LOOP_PROBLEMS = (
     ConvProblem.forward(2, (2, 4, 5, 5), (8, 4, 3, 3), padding=1), ConvProblem.forward(2, (32, 16, 7, 7), (1, 16, 3, 3), padding=1),
     HOST_PROBLEM,
@@ -185,78 +179,6 @@ class Operands:
         return not bool(self._torch.stack([out.isnan().any() for out in (*self.out, *self.kept)]).any())
 
 
-def checked_channels(problem: ConvProblem, seed: int) -> list[int]:
-    """The channels of each group of the result that are compared with the reference: for a large problem some, spread at random."""
-    own = problem.result_channels // problem.groups
-    count = min(own, max(1, CHECKED_CHANNELS // problem.groups)) if problem.flops > LARGE_FLOPS else own
-    generator = random.Random(seed)
-    return [generator.randrange(i * own // count, (i + 1) * own // count) for i in range(count)]
-
-
-class Truth:
-    """The convolution of one input and filter, in :func:`checked_channels`, and the error that rounding explains.
-
-    It is computed in float64, and in twice that precision for float64 arrays.
-    """
-
-    def __init__(self, torch: Any, problem: ConvProblem, x: Any, w: Any, seed: int = 0) -> None:
-        self.problem, self._chosen = problem, checked_channels(problem, seed)
-        #: the number of channels of the result that are compared
-        self.channels = problem.groups * len(self._chosen)
-        function = torch_for(problem)
-        weights = (w if problem.direction == "dgrad" else w.unflatten(0, (problem.groups, -1)))[:, self._chosen]
-        w64 = (weights if problem.direction == "dgrad" else weights.flatten(0, 1)).double()
-        magnitudes = w64.abs()
-        pixels = problem.operand_channels * math.prod(problem.operand_size) + 5 * self.channels * math.prod(problem.result_size)
-        at_once = max(1, SLICE_BYTES // (8 * pixels))
-        self._pieces = []
-        with cudnn_set(torch, "benchmark", False):  # to try all of cuDNN's float64 kernels would take longer than the reference
-            for first in range(0, problem.N, at_once):
-                images = slice(first, first + at_once)
-                x64 = x[images].double().contiguous()
-                found = doubled(torch, function, x64, w64) if problem.dtype == "float64" else (function(x64, w64), 0.0)
-                self._pieces.append((images, *found, function(x64.abs(), magnitudes)))
-
-    def errors(self, result: Any, computed: ConvProblem | None = None) -> Errors:
-        """The errors of `result`, judged as the arithmetic of the problem `computed`, else of the own problem, rounds."""
-        sums = ErrorSums(computed or self.problem)
-        for images, reference, rest, magnitude in self._pieces:
-            part = result[images]
-            if self.channels < self.problem.result_channels:
-                part = part.unflatten(1, (self.problem.groups, -1))[:, :, self._chosen].flatten(1, 2)
-            sums.add(part.double(), reference, magnitude, rest)
-        return sums.errors()
-
-
-PART_BITS, PARTS = 18, 4  # bits of a part, of a float64's 53 and of the zeros before them in small numbers; and parts
-
-
-def doubled(torch: Any, function: Callable[[Any, Any], Any], x: Any, w: Any) -> tuple[Any, Any]:
-    """The result of `function` for float64 arrays in twice their precision: a float64 array, and the rest that has to be added to it.
-
-    The arrays are cut into parts of 18 bits. Products of two parts have 36 bits, and sums of some thousands of them are exact. cuDNN is
-    not used, as its transforms round.
-    """
-
-    def parts(array: Any) -> list[Any]:
-        found, step = [], 2.0 ** (math.ceil(math.log2(float(array.abs().max()) or 1.0)) - PART_BITS)
-        for _ in range(PARTS):
-            found.append((array / step).round() * step)
-            array, step = array - found[-1], step / 2**PART_BITS
-        return found
-
-    total, rest = 0.0, 0.0
-    of_x, of_w = parts(x), parts(w)
-    with cudnn_set(torch, "enabled", False):
-        for i in range(PARTS):
-            for j in range(PARTS - i):
-                term = function(of_x[i], of_w[j])
-                added = total + term
-                shown = added - total
-                rest, total = rest + ((total - (added - shown)) + (term - shown)), added
-    return total, rest
-
-
 def rival(torch: Any, problem: ConvProblem, x: Sequence[Any], w: Sequence[Any]) -> Callable[[int], Any]:
     """torch's convolution of the i-th input and filter; if the input is channels last, so is the filter."""
     if problem.layout == "NCHW":
@@ -276,11 +198,11 @@ def public(problem: ConvProblem) -> Callable[..., Any]:
     return partial(getattr(pycuda_conv, name), **options(problem), precision=problem.precision)
 
 
-def _blank(plan: Plan, mode: str, **known: Any) -> Row:
+def _blank(plan: Plan, mode: str, rates: Rates = H200, **known: Any) -> Row:
     problem, config = plan.problem, plan.config
     tensor_cores = uses_tensor_cores(config)
     if plan.device.backend == "cuda":  # the bounds are of GPUs
-        least = floor(problem, tensor_cores=tensor_cores, packed=config.packs_images or not tensor_cores)
+        least = floor(problem, tensor_cores=tensor_cores, packed=config.packs_images or not tensor_cores, rates=rates)
         known |= {
             "floor_pack_us": least.pack, "floor_compute_us": least.compute, "floor_traffic_us": least.traffic, "floor_us": least.us
         }
@@ -290,7 +212,7 @@ def _blank(plan: Plan, mode: str, **known: Any) -> Row:
     )
 
 
-def measure(torch: Any, plan: Plan, mode: str, effort: Effort, seed: int, cache_bytes: int) -> Row:
+def measure(torch: Any, plan: Plan, mode: str, effort: Effort, seed: int, cache_bytes: int, rates: Rates = H200) -> Row:
     """Verify and time one problem; a wrong result gets no time."""
     problem, on_gpu = plan.problem, plan.device.backend == "cuda"
     place = plan.device.name if on_gpu else "cpu"
@@ -337,35 +259,23 @@ def measure(torch: Any, plan: Plan, mode: str, effort: Effort, seed: int, cache_
         mine, other, right = judge()  # the timed results are checked too
     known = {"error": mine.relative, "torch_error": other.relative, "of_bound": mine.of_bound, "channels": truth.channels}
     if not right:
-        return _blank(plan, mode, **known, verdict="WRONG")
+        return _blank(plan, mode, rates, **known, verdict="WRONG")
     names = ("ours", "kept", "torch")
     known |= {f"{name}_us": median(taken) * 1e6 for name, taken in zip(names, times, strict=True)}
     known |= {f"{name}_spread": spread(taken) for name, taken in zip(names, times, strict=True)}
-    return _blank(plan, mode, **known, timing=how)
+    return _blank(plan, mode, rates, **known, timing=how)
 
 
-@contextmanager
-def cudnn_set(torch: Any, name: str, value: bool) -> Iterator[None]:
-    """Set one of cuDNN's switches in torch, and set it back at the end."""
-    cudnn = torch.backends.cudnn
-    before = getattr(cudnn, name)
-    setattr(cudnn, name, value)
-    try:
-        yield
-    finally:
-        setattr(cudnn, name, before)
-
-
-def measure_suite(torch: Any, ready: Sequence[Plan], mode: str, settings: Settings, seed: int) -> list[Row]:
+def measure_suite(torch: Any, ready: Sequence[Plan], mode: str, settings: Settings, seed: int, rates: Rates = H200) -> list[Row]:
     """A row for every plan."""
     cuda_device = ready[0].device.backend == "cuda"
     cache_bytes = torch.cuda.get_device_properties(ready[0].device.name).L2_cache_size if cuda_device else 0
     rows = []
     for i, plan in enumerate(track(ready, lambda plan: f"{mode}: {label(plan.problem)}")):
         try:
-            row = measure(torch, plan, mode, settings.effort, seed + i, cache_bytes)
+            row = measure(torch, plan, mode, settings.effort, seed + i, cache_bytes, rates)
         except (DeviceMemoryError, torch.OutOfMemoryError):
-            row = _blank(plan, mode, verdict="no memory")
+            row = _blank(plan, mode, rates, verdict="no memory")
         if cuda_device:
             torch.cuda.empty_cache()
         rows.append(row)
@@ -436,26 +346,6 @@ def measure_host_calls(torch: Any, device: Device) -> list[dict[str, Any]]:
 # ---- the machine
 
 
-def copy_bandwidth(torch: Any, place: str) -> float:
-    """The most bytes a second that a copy inside the GPU's memory moves, read and written bytes together.
-
-    The faster of the driver's copy and a kernel that moves as much.
-    """
-    source = torch.randn(COPY_FLOATS, device=place)
-    target = torch.randn(COPY_FLOATS, device=place)
-    for _ in range(COPY_WARM_UP):
-        target.copy_(source)
-    ways = (lambda i: target.copy_(source), lambda i: torch.neg(source, out=target))
-    times, _ = gpu_times(torch, ways, 1, Effort(rounds=COPY_ROUNDS))
-    return float(2 * source.numel() * source.element_size() / min(map(min, times)))  # a ceiling is the best round, not the median
-
-
-def fp32_peak(capability: tuple[int, int], multiprocessors: int, clock_hz: float) -> float:
-    """FLOP/s of the plain fp32 units: units x 2 x clock."""
-    units = 64 if capability[0] == 7 or capability == (8, 0) else 128
-    return multiprocessors * units * 2 * clock_hz
-
-
 def describe(torch: Any, device: Device, mode: str, words: str, seed: int) -> dict[str, Any]:
     """The conditions of a measurement: the header of every report."""
     found: dict[str, Any] = {"date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"), "device": device.name}
@@ -474,12 +364,9 @@ def describe(torch: Any, device: Device, mode: str, words: str, seed: int) -> di
             "clocks": f"as found, not locked: SM {clock / 1e6:.0f} MHz at most, {smi.get('clocks.current.sm', '?')} at the start, "
             f"power limit {smi.get('power.limit', '?')}",
             "driver": f"{smi.get('driver_version', '?')}, CUDA {known['CUDA driver supports']}, {made_by.name} {made_by.version}",
-            "peak_flops": fp32_peak(gpu.capability, gpu.multiprocessors, clock),
-            "copy_bytes_per_second": copy_bandwidth(torch, device.name),
+            "copy_bytes_per_second": peaks.copy_bandwidth(torch, device.name),
         }
-        found["ceilings"] = (
-            f"copy {found['copy_bytes_per_second'] / 1e12:.2f} TB/s measured, fp32 units {found['peak_flops'] / 1e12:.1f} TFLOP/s computed"
-        )
+        found["copy"] = f"{found['copy_bytes_per_second'] / 1e12:.2f} TB/s"
         method = "median; CUDA graphs below 1 ms, launches above; all ways in turn; operands rotate over twice the L2"
     else:
         cl: Any = device
@@ -542,13 +429,18 @@ def run(settings: Settings) -> int:
         machine = describe(torch, device, ", ".join(settings.modes), arithmetic(settings.modes), seed) | {"command": settings.command}
         for line in header_lines(machine):
             out.print(line, markup=False)
+        rates = H200
+        if device.backend == "cuda" and chosen:
+            rates = peaks.rates(torch, device.name, machine["copy_bytes_per_second"])
+            machine |= {"peak_flops": rates.plain, "rates": str(rates)}
+            out.print(f"{'rates':14} {rates}", markup=False)
         took = {"before": time.perf_counter() - began}
         if chosen:
             ready = plans([in_mode(problem, mode) for mode in settings.modes for problem in chosen], device)
             took["compiling"] = time.perf_counter() - began - sum(took.values())
             for i, mode in enumerate(settings.modes):
                 with torch_precision(_precision(mode)):
-                    rows += measure_suite(torch, ready[i * len(chosen) : (i + 1) * len(chosen)], mode, settings, seed)
+                    rows += measure_suite(torch, ready[i * len(chosen) : (i + 1) * len(chosen)], mode, settings, seed, rates)
                 took[mode] = time.perf_counter() - began - sum(took.values())
         smaller = "fp32" in settings.modes and settings.only is settings.kind is None
         with torch_precision("fp32"):

@@ -1,7 +1,10 @@
-"""The least time that a convolution takes on an H200: arithmetic at its rate or bytes at their bandwidth, whichever is longer.
+"""The least time that a convolution takes on a GPU: arithmetic at its rate or bytes at their bandwidth, whichever is longer.
 
-On the tensor cores, a pass of its own first packs the images. Losses at the edges of tiles, launches, and pixels that no tap meets are not
-counted.
+    least time = packed bytes / memory + max(FLOP x products / tensor, bytes / memory)      on tensor cores
+    least time = max(FLOP / plain, bytes / memory)                                          on the plain float32 units
+
+The three rates are measured on the GPU at hand (``benchmarks/peaks.py``). On the tensor cores, a pass of its own first packs the images.
+Losses at the edges of tiles, launches, and pixels that no tap meets are not counted.
 """
 
 from __future__ import annotations
@@ -12,11 +15,35 @@ from dataclasses import dataclass
 from pycuda_conv.engines.tensor_cores import limbs, products
 from pycuda_conv.problem import ConvProblem
 
-TENSOR_FLOPS = {1: 790e12, 3: 263e12}  # a second; by the number of products of 16-bit numbers for one product of the problem
-PLAIN_FLOPS = 60e12  # of the fp32 units, a second
-BANDWIDTH = 4.3e12  # bytes a second
 SMALL_MACS = 40e6  # problems with fewer MACs, or groups of fewer than FEW_CHANNELS channels, are faster on the direct engine
 FEW_CHANNELS = 16
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a GPU does in a second.
+
+    Attributes
+    ----------
+    tensor, plain : float
+        FLOP of 16-bit products with float32 sums on the tensor cores, and of the float32 units.
+    memory : float
+        Bytes to and from its memory.
+    """
+
+    tensor: float = 790e12
+    plain: float = 60e12
+    memory: float = 4.3e12
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tensor / 1e12:.0f} TFLOP/s of 16-bit products ({self.tensor / 3e12:.0f} where fp32 takes three of them), "
+            f"{self.plain / 1e12:.0f} TFLOP/s on the fp32 units where these do the work, and {self.memory / 1e12:.1f} TB/s"
+        )
+
+
+#: An H200's, as the design was made for them.
+H200 = Rates()
 
 
 @dataclass(frozen=True)
@@ -39,9 +66,9 @@ def for_plain_units(problem: ConvProblem) -> bool:
     return thin or problem.macs < SMALL_MACS or problem.dtype == "float64"
 
 
-def plain_floor(problem: ConvProblem) -> Floor:
+def plain_floor(problem: ConvProblem, rates: Rates = H200) -> Floor:
     """The floor on the fp32 units, with every array read or written once."""
-    return Floor(0.0, problem.flops / PLAIN_FLOPS * 1e6, problem.bytes / BANDWIDTH * 1e6)
+    return Floor(0.0, problem.flops / rates.plain * 1e6, problem.bytes / rates.memory * 1e6)
 
 
 def _met(problem: ConvProblem) -> float:
@@ -66,7 +93,7 @@ def _places(size: int, first: int, few: tuple[int, int], many: tuple[int, int]) 
     return sum(met)
 
 
-def tensor_floor(problem: ConvProblem, packed: bool = True) -> Floor:
+def tensor_floor(problem: ConvProblem, packed: bool = True, rates: Rates = H200) -> Floor:
     """The floor on the tensor cores. If `packed`, float32 and NCHW images are packed first; NHWC images of 16 bits never are."""
     images, weights, written = (math.prod(shape) for shape in (problem.input_shape, problem.weight_shape, problem.result_shape))
     read = images * _met(problem)
@@ -74,10 +101,11 @@ def tensor_floor(problem: ConvProblem, packed: bool = True) -> Floor:
     limb_bytes = 2 * limbs(problem)
     pack = read * (problem.itemsize + limb_bytes) if packed else 0
     traffic = read * (limb_bytes if packed else problem.itemsize) + weights * limb_bytes + written * problem.itemsize
-    return Floor(pack / BANDWIDTH * 1e6, problem.flops / TENSOR_FLOPS[products(problem)] * 1e6, traffic / BANDWIDTH * 1e6)
+    compute = problem.flops * products(problem) / rates.tensor
+    return Floor(pack / rates.memory * 1e6, compute * 1e6, traffic / rates.memory * 1e6)
 
 
-def floor(problem: ConvProblem, *, tensor_cores: bool, packed: bool = True) -> Floor:
+def floor(problem: ConvProblem, *, tensor_cores: bool, packed: bool = True, rates: Rates = H200) -> Floor:
     """The floor to compare a measured time with.
 
     Parameters
@@ -86,8 +114,10 @@ def floor(problem: ConvProblem, *, tensor_cores: bool, packed: bool = True) -> F
         Whether the tensor cores run the problem, or could run it.
     packed : bool
         Whether their kernels take the images packed.
+    rates : Rates
+        The GPU's.
     """
-    tensor, plain = tensor_floor(problem, packed), plain_floor(problem)
+    tensor, plain = tensor_floor(problem, packed, rates), plain_floor(problem, rates)
     if not for_plain_units(problem):
         return tensor
     return min(tensor, plain, key=lambda one: one.us) if tensor_cores else plain

@@ -24,6 +24,7 @@ from pycuda_conv.timing import Effort, gpu_times, wall_times
 from pycuda_conv.tools import ahead, bench
 from pycuda_conv.tools.model_rows import ROWS, Case, Evaluated, Row, Trained, markdown, mean_lines, row_table
 from pycuda_conv.tools.networks import candidates, input_shape, most_images, network, output
+from pycuda_conv.tools.oracle import cudnn_set
 from pycuda_conv.tools.plans import plans
 from pycuda_conv.tools.report import RESULTS_PAGE, header_lines, median, write_between, write_json
 from pycuda_conv.tools.rivals import (
@@ -177,7 +178,7 @@ def measure_evaluation(torch: Any, case: Case, device: Device, effort: Effort, s
     torch.compiler.reset()  # torch compiles few graphs of a function, and those of the case before count
     step_of, models = evaluation_of(torch, case, device.name, seed)
     with torch.no_grad(), arithmetic(torch, case.mode):
-        with bench.cudnn_set(torch, "benchmark", False):  # to try all of cuDNN's float64 kernels would take longer than the reference
+        with cudnn_set(torch, "benchmark", False):  # to try all of cuDNN's float64 kernels would take longer than the reference
             reference = output(copy.deepcopy(base).double()(images.double()))
         begun = begin(torch, chosen, step_of, device)
         ways = begun.calls
@@ -249,7 +250,7 @@ def measure_training(torch: Any, case: Case, device: Device, effort: Effort, see
     with arithmetic(torch, case.mode):
         exact = None
         if case.images <= MOST_EXACT:
-            with bench.cudnn_set(torch, "benchmark", False):
+            with cudnn_set(torch, "benchmark", False):
                 exact = exact_gradients(torch, base, images, labels)
 
         def note(side: str, number: int, loss: Any) -> None:
@@ -325,7 +326,7 @@ def run(settings: bench.Settings, modes: Sequence[str], training: bool, networks
     names = [*networks, *(drawn(torch, device.name, seed, draw) if draw else ())]
     chosen = bench.matching(settings.only, cases(modes, training, settings.quick, names), str)
     used = tuple(dict.fromkeys(case.mode for case in chosen))
-    with bench.cudnn_set(torch, "benchmark", True):
+    with cudnn_set(torch, "benchmark", True):
         machine = bench.describe(torch, device, ", ".join(used), bench.arithmetic(used), seed)
         words = [*networks, *(["--draw", str(draw)] if draw else []), *["--training"] * training, *(["--mode", *modes] if modes else [])]
         words += ["--only", settings.only] if settings.only else []

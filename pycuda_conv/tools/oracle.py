@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -233,3 +234,110 @@ def torch_precision(precision: str) -> Iterator[str]:
         yield f"torch.backends.cudnn.{'conv.' if owner is conv else ''}{name} = {value!r}"
     finally:
         setattr(owner, name, before)
+
+
+@contextmanager
+def precision_set(torch: Any, part: str, precision: str) -> Iterator[None]:
+    """Set the arithmetic of float32 in cuDNN's convolutions ("cudnn") or in cuBLAS's products ("cuda")."""
+    owner: Any = getattr(torch.backends.cudnn, "conv", None) if part == "cudnn" else torch.backends.cuda.matmul
+    value: Any = precision
+    name = "fp32_precision"
+    if not hasattr(owner, name):  # before torch 2.9
+        owner, name, value = torch.backends.cudnn if part == "cudnn" else owner, "allow_tf32", precision == "tf32"
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextmanager
+def cudnn_set(torch: Any, name: str, value: bool) -> Iterator[None]:
+    """Set one of cuDNN's switches in torch, and set it back at the end."""
+    cudnn = torch.backends.cudnn
+    before = getattr(cudnn, name)
+    setattr(cudnn, name, value)
+    try:
+        yield
+    finally:
+        setattr(cudnn, name, before)
+
+
+# ---- the reference of a layer on a GPU
+
+LARGE_FLOPS = 20e9  # of a larger problem, only some channels of the result are compared with the reference
+CHECKED_CHANNELS = 64  # how many
+SLICE_BYTES = 2**31  # bytes of float64 arrays that are compared at a time
+
+
+def checked_channels(problem: ConvProblem, seed: int) -> list[int]:
+    """The channels of each group of the result that are compared with the reference: for a large problem some, spread at random."""
+    own = problem.result_channels // problem.groups
+    count = min(own, max(1, CHECKED_CHANNELS // problem.groups)) if problem.flops > LARGE_FLOPS else own
+    generator = random.Random(seed)
+    return [generator.randrange(i * own // count, (i + 1) * own // count) for i in range(count)]
+
+
+class Truth:
+    """The convolution of one input and filter, in :func:`checked_channels`, and the error that rounding explains.
+
+    It is computed in float64, and in twice that precision for float64 arrays.
+    """
+
+    def __init__(self, torch: Any, problem: ConvProblem, x: Any, w: Any, seed: int = 0) -> None:
+        self.problem, self._chosen = problem, checked_channels(problem, seed)
+        #: the number of channels of the result that are compared
+        self.channels = problem.groups * len(self._chosen)
+        function = torch_for(problem)
+        weights = (w if problem.direction == "dgrad" else w.unflatten(0, (problem.groups, -1)))[:, self._chosen]
+        w64 = (weights if problem.direction == "dgrad" else weights.flatten(0, 1)).double()
+        magnitudes = w64.abs()
+        pixels = problem.operand_channels * math.prod(problem.operand_size) + 5 * self.channels * math.prod(problem.result_size)
+        at_once = max(1, SLICE_BYTES // (8 * pixels))
+        self._pieces = []
+        with cudnn_set(torch, "benchmark", False):  # to try all of cuDNN's float64 kernels would take longer than the reference
+            for first in range(0, problem.N, at_once):
+                images = slice(first, first + at_once)
+                x64 = x[images].double().contiguous()
+                found = doubled(torch, function, x64, w64) if problem.dtype == "float64" else (function(x64, w64), 0.0)
+                self._pieces.append((images, *found, function(x64.abs(), magnitudes)))
+
+    def errors(self, result: Any, computed: ConvProblem | None = None) -> Errors:
+        """The errors of `result`, judged as the arithmetic of the problem `computed`, else of the own problem, rounds."""
+        sums = ErrorSums(computed or self.problem)
+        for images, reference, rest, magnitude in self._pieces:
+            part = result[images]
+            if self.channels < self.problem.result_channels:
+                part = part.unflatten(1, (self.problem.groups, -1))[:, :, self._chosen].flatten(1, 2)
+            sums.add(part.double(), reference, magnitude, rest)
+        return sums.errors()
+
+
+PART_BITS, PARTS = 18, 4  # bits of a part, of a float64's 53 and of the zeros before them in small numbers; and parts
+
+
+def doubled(torch: Any, function: Callable[[Any, Any], Any], x: Any, w: Any) -> tuple[Any, Any]:
+    """The result of `function` for float64 arrays in twice their precision: a float64 array, and the rest that has to be added to it.
+
+    The arrays are cut into parts of 18 bits. Products of two parts have 36 bits, and sums of some thousands of them are exact. cuDNN is
+    not used, as its transforms round.
+    """
+
+    def parts(array: Any) -> list[Any]:
+        found, step = [], 2.0 ** (math.ceil(math.log2(float(array.abs().max()) or 1.0)) - PART_BITS)
+        for _ in range(PARTS):
+            found.append((array / step).round() * step)
+            array, step = array - found[-1], step / 2**PART_BITS
+        return found
+
+    total, rest = 0.0, 0.0
+    of_x, of_w = parts(x), parts(w)
+    with cudnn_set(torch, "enabled", False):
+        for i in range(PARTS):
+            for j in range(PARTS - i):
+                term = function(of_x[i], of_w[j])
+                added = total + term
+                shown = added - total
+                rest, total = rest + ((total - (added - shown)) + (term - shown)), added
+    return total, rest

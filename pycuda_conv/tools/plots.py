@@ -94,7 +94,7 @@ def time_and_error(points: dict[str, tuple[float, float]], machine: dict[str, An
 
 
 def roofline(rows: Sequence[Row], machine: dict[str, Any], path: Path) -> None:
-    """TFLOP/s over FLOP per byte, under the measured copy bandwidth and the computed peak of the fp32 units."""
+    """TFLOP/s over FLOP per byte, under the measured copy bandwidth and the measured rate of the fp32 units."""
     timed = [row for row in rows if row.ratio is not None and row.bytes]
     timed = [row for row in timed if row.flops >= LAUNCH_BOUND] or timed
     if not timed:
@@ -115,7 +115,7 @@ def roofline(rows: Sequence[Row], machine: dict[str, Any], path: Path) -> None:
         bandwidth, peak = bandwidth / 1e12, peak / 1e12
         top = max(top, 1.5 * peak)
         axes.plot([low, high], [low * bandwidth, high * bandwidth], color=INK, linewidth=1.2, label=f"copy {bandwidth:.1f} TB/s, measured")
-        axes.plot([low, high], [peak, peak], color=INK, linewidth=1.2, linestyle="--", label=f"fp32 units {peak:.0f} TFLOP/s, computed")
+        axes.plot([low, high], [peak, peak], color=INK, linewidth=1.2, linestyle="--", label=f"fp32 units {peak:.0f} TFLOP/s, measured")
     axes.set_xlim(low, high)
     axes.set_ylim(bottom, top)
     ticker = require("matplotlib.ticker")

@@ -38,7 +38,7 @@ class Row:
         Of the problem; bytes are the fewest that must move.
     groups : int
     floor_pack_us, floor_compute_us, floor_traffic_us, floor_us : float or None
-        The least times on an H200: see :class:`pycuda_conv.tools.floors.Floor`.
+        The least times on this GPU: see :class:`pycuda_conv.tools.floors.Floor`.
     error, torch_error : float
         norm(out - ref) / norm(ref), ref in float64.
     of_bound : float
@@ -212,8 +212,8 @@ SPARE = ("timing", "bound us")
 NOTES = (
     "ours: the call packs the filter; kept: the filter was packed before, as plan.bind does; ratio: torch's time divided by ours; "
     "TFLOP/s are of the call that packs",
-    "lower bound: the least time of the call that packs on an H200, packing of the images included, at 790 TFLOP/s of 16-bit products (263 "
-    "where fp32 takes three of them), 60 TFLOP/s on the fp32 units where these do the work, and 4.3 TB/s",
+    "lower bound: the least time of the call that packs on this GPU, packing of the images included: bytes to pack / memory's rate + the "
+    "longer of FLOP / arithmetic's rate and bytes / memory's rate, by rates that were measured on it",
     "error: norm(result - float64) / norm(float64), over all pixels; above 20 GFLOP, over 64 channels of the result chosen at random",
 )
 
@@ -335,7 +335,8 @@ def markdown(
     parts = [measured_by(machine)]
     if rows:
         parts.append(_markdown_summary(means))
-        parts.append("Times in microseconds. " + " ".join(f"{note[0].upper()}{note[1:]}." for note in notes(rows)))
+        rates = f" The rates: {machine['rates']}." if machine.get("rates") else ""
+        parts.append("Times in microseconds. " + " ".join(f"{note[0].upper()}{note[1:]}." for note in notes(rows)) + rates)
     for mode in means:
         lines = _markdown_rows([row for row in rows if row.mode == mode])
         # one table is shown; of several, which have many rows, only the names

@@ -16,7 +16,7 @@ from pycuda_conv.plan import Plan
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.timing import Effort, gpu_times, wall_times
 from pycuda_conv.tools import bench
-from pycuda_conv.tools.oracle import Errors, compare, torch_precision
+from pycuda_conv.tools.oracle import Errors, compare, cudnn_set, torch_precision
 from pycuda_conv.tools.plans import plans, settle
 from pycuda_conv.tools.report import (
     RESULTS_PAGE,
@@ -150,7 +150,7 @@ def measure_gradient(torch: Any, plan: Plan, effort: Effort, seed: int) -> Row:
 
     ours(0)
     theirs(0)
-    with bench.cudnn_set(torch, "benchmark", False):  # to try all of cuDNN's float64 kernels would take longer than the reference
+    with cudnn_set(torch, "benchmark", False):  # to try all of cuDNN's float64 kernels would take longer than the reference
         reference = backward(dy.double(), x.double(), w.double())
         magnitude = backward(dy.double().abs(), x.double().abs(), w.double().abs())
 
@@ -289,7 +289,7 @@ def run(settings: bench.Settings) -> int:
     rows: list[Row] = []
     asked, layers = cases(settings.only)
     problems = [replace(problem, precision=mode) for mode in MODES for problem in asked]
-    with bench.cudnn_set(torch, "benchmark", True):
+    with cudnn_set(torch, "benchmark", True):
         machine = bench.describe(torch, device, "training", bench.arithmetic(MODES), seed)
         machine["command"] = "pycuda-conv bench --training" + (f" --only {settings.only}" if settings.only else "")
         machine["method"] = (

@@ -217,6 +217,6 @@ def computed(
     for seed in seeds:
         memory = emulator.Memory(problem, program, x, w, b, scale, residual, filter_last)
         run(stages, memory, seed, broken=broken)
-        results.append(memory.result(problem, x.dtype.name))
+        results.append(memory.result(problem, emulator.result_type(problem, x).name))
     assert len({result.tobytes() for result in results}) == 1, "the order in which threads run changes the result"
     return results[0]

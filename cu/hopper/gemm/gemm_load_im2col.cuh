@@ -42,7 +42,7 @@ DEVICE void produce_by(const uint8_t* w, [[maybe_unused]] const CUtensorMap* map
             load_bytes(stage + (rows * SUB_TILES + sub) * A_SUB, from + rows * w_next, A_SUB, arrived);
           }
 #pragma unroll
-        for (int limb = 0; limb < LIMBS; ++limb)
+        for (int limb = 0; limb < X_LIMBS; ++limb)
           load_im2col<spatial_dims>(stage + A_BYTES + limb * B_BYTES + sub * BLOCK_N * SPAN, map_x, arrived,
                             real ? channel + walk.c * LOAD_CHANNELS : (int)shape.channels, base.w, base.h, base.d,
                             base.image + limb * limb_images, real ? walk.x_s : 0, real ? walk.x_r : 0, real ? walk.x_t : 0);

@@ -1,4 +1,4 @@
-// gemm_promoted.cuh: three products, hi.hi, hi.lo and lo.hi, of tiles that the two consumers share.
+// gemm_promoted.cuh: three products, hi.hi, hi.lo and lo.hi, of tiles that the two consumers share; or two, where x has one limb.
 //
 // The tensor core's own sum truncates, so the kernel adds it to fp32 registers (total) every 64 of k: promotion. In NCHW a
 // finished tile waits in `total` until the next tile's first stages are under way, and is stored beside them. Nothing can be promoted meanwhile,
@@ -25,8 +25,8 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, cons
     wgmma_fence();
     const uint32_t stage = rings.stage(at);
     if (!second) multiply_limbs(main, stage, 0, 0, true);
-    multiply_limbs(cross, stage, 0, 1, !second);
-    if (!second) multiply_limbs(cross, stage, 1, 0, false);
+    if (X_LIMBS == 2) multiply_limbs(cross, stage, 0, 1, !second);
+    if (!second) multiply_limbs(cross, stage, 1, 0, X_LIMBS == 1);
     wgmma_commit();
     at.next();
     if (second) {  // the first stage may be loaded again while the tile before is stored
@@ -39,7 +39,7 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, cons
     wgmma_fence();
     multiply_limbs(main, stage, 0, 0, true);
     wgmma_commit();
-    if (both) multiply_limbs(cross, stage, 0, 1, false);
+    if (X_LIMBS == 2 && both) multiply_limbs(cross, stage, 0, 1, false);
     multiply_limbs(cross, stage, 1, 0, false);
     wgmma_commit();
     if (both) at.next();

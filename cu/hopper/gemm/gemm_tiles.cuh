@@ -12,7 +12,8 @@
 #endif
 
 constexpr bool SCALED = OUT == 32 && !BF16;  // operands may have scales: limbs have them; sums of 16-bit operands in parts do not
-constexpr int LIMBS = PRODUCTS == 3 ? 2 : 1, SUB_TILES = 64 / LOAD_CHANNELS, SPAN = 2 * LOAD_CHANNELS;
+constexpr int LIMBS = PRODUCTS > 1 ? 2 : 1, X_LIMBS = PRODUCTS == 3 ? 2 : 1;  // of w, and of x that are multiplied
+constexpr int SUB_TILES = 64 / LOAD_CHANNELS, SPAN = 2 * LOAD_CHANNELS;
 constexpr int A_BLOCK = 64 * SPAN, A_SUB = LIMBS * A_BLOCK, A_BYTES = LIMBS * BLOCK_M * 128;  // 64 rows of one limb; of all limbs; w of a stage
 constexpr int CONSUMERS = TWIN ? 1 : 2;  // warpgroups
 [[maybe_unused]] constexpr int STORED = 3;  // the named barrier behind which the consumers have stored all
@@ -40,7 +41,7 @@ struct GemmPhase : LoadedPixels, WrittenPixels, WalkedTaps, Finishing {
 };
 
 template <class Phase> DEVICE bool adds(const Phase& shape) { return MAY_ADD && has_residual(shape); }
-DEVICE bool scaled(const GemmPhase& shape) { return SCALED && (PRODUCTS == 3 || shape.scaled & 1); }
+DEVICE bool scaled(const GemmPhase& shape) { return SCALED && (PRODUCTS > 1 || shape.scaled & 1); }
 
 struct Shapes {
   GemmPhase of[PHASES];

@@ -2,32 +2,26 @@
 
 The image is copied with its border, in the arithmetic's type, and another engine convolves the copy. An engine that packs images writes the
 border while it does so: then nothing is copied. The gradient by the input is that of the wider image, whose border is then added to the
-pixels that it shows; of a depthwise layer it is that of zeros, to which a short launch adds what the border shows. A result of integers is
-rounded behind the other engine.
+pixels that it shows. A result of integers is rounded behind the other engine.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
 from typing import ClassVar
 
 from pycuda_conv.engines import registry
 from pycuda_conv.engines.base import LAST_RESORT, Config
-from pycuda_conv.engines.compose.delegate import delegate_filter_key, delegate_refusal, delegate_sum_order, moved, parsed
-from pycuda_conv.engines.geometry import shown_once
+from pycuda_conv.engines.compose.delegate import delegate_order, delegate_refusal, delegated, moved, parsed, worth_comparing
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.layout import border_copy
 from pycuda_conv.engines.schedule import INPUT, RESULT, WORKSPACE, Arena, Buffer, Schedule
 from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
-__all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "Bordered", "adapts", "choose", "configs", "filter_key",
-    "refusal", "schedule", "sum_order", "time", "unsupported", "variants",
-]  # fmt: skip
 
 @dataclass(frozen=True)
 class Bordered(Config):
@@ -44,11 +38,6 @@ TENSOR_CORES = True
 MOST_VARIANTS = border_copy.MOST_VARIANTS
 
 
-def unsupported(device: Device) -> str | None:
-    """None: the kernels run on every device."""
-    return None
-
-
 # ---- what runs
 
 
@@ -58,22 +47,8 @@ def adapts(problem: ConvProblem) -> bool:
 
 
 def _padded(problem: ConvProblem) -> ConvProblem:
-    """The problem of the other engine, as it is launched: on the wider image, or on an image with zeros around it."""
-    if _adds_at_rims(problem):
-        return replace(problem, border=None, border_value=0.0, input_dtype="", result_dtype="").launched
+    """The problem of the other engine, on the wider image, as it is launched."""
     return problem.padded.launched
-
-
-MOST_RIMS = 1 / 2  # the part of an image up to which a launch of its own adds what a border shows
-
-
-@lru_cache(maxsize=1024)
-def _adds_at_rims(problem: ConvProblem) -> bool:
-    """Whether a launch adds what the border shows to a gradient that was computed as of zeros: of depthwise layers, at few pixels."""
-    if problem.direction != "dgrad" or problem.border is None or problem.C != problem.groups or not problem.C:
-        return False
-    inside = math.prod(count for _, count in shown_once(problem))
-    return inside >= (1 - MOST_RIMS) * math.prod(problem.input_size)
 
 
 def refusal(problem: ConvProblem, config: Bordered) -> str | None:
@@ -96,7 +71,7 @@ def alike(problem: ConvProblem, config: Config) -> Config:
 
 def _folds(problem: ConvProblem, delegate: Config | None) -> bool:
     """Whether the result of the other engine has to be folded."""
-    if problem.direction != "dgrad" or problem.border is None or _adds_at_rims(problem):
+    if problem.direction != "dgrad" or problem.border is None:
         return False
     return delegate is None or not registry.adds_border(problem, delegate)
 
@@ -125,17 +100,15 @@ def schedule(problem: ConvProblem, config: Bordered, device: Device, with_moment
     first, last = [], []
     if _copies(problem, delegate):
         places[INPUT] = scratch.take(problem.itemsize * math.prod(padded.input_shape))
-        first.append(border_copy.copy(problem, places[INPUT]))
+        first.append(border_copy.copy(problem, places[INPUT], device))
     exact: tuple[int, int] = RESULT, 0
     if problem.result_dtype:
         exact = scratch.take(problem.itemsize * math.prod(problem.result_shape))
     if _folds(problem, delegate):
         places[RESULT] = scratch.take(problem.itemsize * math.prod(padded.result_shape))
-        last += border_copy.fold(problem, places[RESULT], exact)
+        last += border_copy.fold(problem, places[RESULT], exact, device)
     elif problem.result_dtype:
         places[RESULT] = exact
-    if _adds_at_rims(problem):
-        last.append(border_copy.add_gradient(problem, places.get(INPUT, INPUT), exact))
     if problem.result_dtype:
         last.append(border_copy.round_to(problem, exact))
     places[WORKSPACE] = scratch.take(made.workspace_bytes)
@@ -148,29 +121,23 @@ def schedule(problem: ConvProblem, config: Bordered, device: Device, with_moment
     return Schedule(moved(made.prepare, places), steps, whole, scratch.used, made.filter_bytes, redoes, filter_last=last_form)
 
 
-def filter_key(problem: ConvProblem, config: Bordered) -> Hashable:
-    """That of the delegate's engine."""
-    return delegate_filter_key(_padded(problem), config.DELEGATE)
-
-
 def sum_order(problem: ConvProblem, config: Bordered) -> Hashable:
     """That of the delegate's engine, for its configurations."""
     delegate = parsed(config.DELEGATE)
     if delegate is None:
         return config
-    reads = registry.adds_border(problem, delegate)  # a kernel may cut a row elsewhere then
-    order = delegate_sum_order(_padded(problem), config.DELEGATE)
-    return (order, reads) if order else config
+    # a kernel that reads the border may cut a row elsewhere
+    return delegate_order(_padded(problem), config), registry.adds_border(problem, delegate)
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each type."""
-    yield from border_copy.variants()
+    yield from border_copy.variants(device)
 
 
 # ---- the choice
 
-BEGIN, MEMORY = 2.0, 2.6e6  # microseconds of a launch, and bytes that 132 multiprocessors move in one
+COST = costs("compose.bordered")
 BEST = 3  # predictions of the other engines that are worth comparing
 SEVERAL = 24  # predictions among which there may be one that needs no copy
 
@@ -185,35 +152,23 @@ def _overhead_us(problem: ConvProblem, delegate: Config | None, device: Device) 
     moved_bytes = 0
     if _copies(problem, delegate):
         moved_bytes += problem.input_itemsize * math.prod(problem.input_shape) + problem.itemsize * math.prod(wide)
-        us += BEGIN
+        us += COST.BEGIN
     if folds:
         moved_bytes += problem.itemsize * (math.prod(problem.result_shape) + math.prod(wide))
-        us += BEGIN
-    if _adds_at_rims(problem):
-        rims = math.prod(problem.input_size) - math.prod(count for _, count in shown_once(problem))
-        moved_bytes += 4 * problem.itemsize * math.prod(problem.result_shape) * rims // max(math.prod(problem.input_size), 1)
-        us += BEGIN
+        us += COST.BEGIN
     if problem.result_dtype:
         moved_bytes += (problem.itemsize + problem.result_itemsize) * math.prod(problem.result_shape)
-        us += BEGIN
-    return us + moved_bytes / MEMORY * 132 / device.multiprocessors
+        us += COST.BEGIN
+    return us + moved_bytes / COST.MEMORY * 132 / device.multiprocessors
+
+
+filter_key, _, time = delegated(_padded, _overhead_us)
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Bordered]:
-    """The configurations worth comparing for `problem`: the delegate's choice, those that give its bits, and the best of other engines."""
-    padded = _padded(problem)
-    chosen = registry.find(padded, device)
-    if not problem.adapted or chosen is None:
-        return
-    best = [config for _, config in registry.predictions(padded, device)[:BEST]]
-    yield from map(Bordered, map(str, dict.fromkeys([chosen, *best, *registry.alternatives(padded, chosen, device)])))
-
-
-def time(problem: ConvProblem, config: Bordered, device: Device) -> float | None:
-    """Microseconds that `config` should take."""
-    delegate = parsed(config.DELEGATE)
-    us = None if delegate is None else registry.predicted(_padded(problem), delegate, device)
-    return None if us is None else us + _overhead_us(problem, delegate, device)
+    """The configurations worth comparing for `problem`, around those of the other engines."""
+    if problem.adapted:
+        yield from map(Bordered, worth_comparing(_padded(problem), device, BEST))
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, Bordered] | None:

@@ -8,24 +8,21 @@ result: patches, long filters with long strides, strides of three.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from pycuda_conv.engines import registry
 from pycuda_conv.engines.base import Config
-from pycuda_conv.engines.compose.delegate import delegate_filter_key, delegate_refusal, delegate_sum_order, moved, parsed
+from pycuda_conv.engines.compose.delegate import delegate_refusal, delegated, moved, parsed
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, outputs_apart, taps_apart
+from pycuda_conv.engines.limits import CUDA, NOT_EMPTY, Takes, Tiles
 from pycuda_conv.engines.schedule import BIAS, RESIDUAL, RESULT, SCALE, WORKSPACE, Arena, Schedule, finish
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch
-
-__all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "Columns", "choose", "configs", "filter_key", "refusal",
-    "schedule", "sum_order", "time", "unsupported", "variants",
-]  # fmt: skip
 
 THREADS = 256  # of a block of columns_add.cu
 
@@ -41,13 +38,9 @@ class Columns(Config):
 
 CONFIGS = (Columns,)
 LAYOUTS = "NCHW", "NHWC"
+RUNS_ON = CUDA
 TENSOR_CORES = True
 MOST_VARIANTS = {"cuda": 4}
-
-
-def unsupported(device: Device) -> str | None:
-    """Why the kernel can't run on `device`, or None if it can."""
-    return None if device.backend == "cuda" else "it takes a GPU of CUDA"
 
 
 # ---- what runs
@@ -71,24 +64,25 @@ def _product(problem: ConvProblem) -> ConvProblem:
     ).launched  # fmt: skip
 
 
-def why_not(problem: ConvProblem) -> str | None:
-    """Why no configuration can run `problem`, or None if one may."""
-    if problem.direction != "dgrad":
-        return "it computes gradients by the input"
-    if problem.is_empty:
-        return "there is nothing to compute"
-    if _taps(problem) == 1 and math.prod(taps_apart(problem)) == 1:
-        return "there is one tap and no stride: the columns are the result"
-    if problem.itemsize == 2 and (_met(problem) > 1 or problem.has_bias or problem.has_scale or problem.has_residual or problem.activation):
-        return "columns of 16 bits are rounded: each has to be an element of the result"
-    if max(_columns(problem), problem.largest_array) >= 2**31:
-        return "it counts in 32 bits"
-    return None
+def _columns(problem: ConvProblem) -> int:
+    """Elements of the product."""
+    return problem.N * math.prod(problem.output_size) * problem.C * _taps(problem)
 
 
-def refusal(problem: ConvProblem, config: Columns) -> str | None:
-    """Why `config` can't run `problem`, or None if it can."""
-    return why_not(problem) or delegate_refusal(_product(problem), config.DELEGATE)
+def _finishes(problem: ConvProblem) -> bool:
+    return problem.has_bias or problem.has_scale or problem.has_residual or bool(problem.activation)
+
+
+TAKES = Takes(
+    ("it computes gradients by the input", lambda p: p.direction == "dgrad"), NOT_EMPTY,
+    ("there is one tap and no stride: the columns are the result", lambda p: _taps(p) > 1 or math.prod(taps_apart(p)) > 1),
+    (
+        "columns of 16 bits are rounded: each has to be an element of the result",
+        lambda p: p.itemsize != 2 or (_met(p) == 1 and not _finishes(p)),
+    ),
+    ("it counts in 32 bits", lambda p: max(_columns(p), p.largest_array) < 2**31),
+)  # fmt: skip
+LEGAL = Tiles(TAKES, Columns, lambda problem, config: delegate_refusal(_product(problem), config.DELEGATE))
 
 
 # ---- launches
@@ -136,16 +130,6 @@ def _launch(problem: ConvProblem, columns: BufferSlice, filter_last: bool) -> Ke
     return KernelLaunch("columns_add", defines, ceil(size, THREADS), THREADS, buffers, (), arguments=args)
 
 
-def filter_key(problem: ConvProblem, config: Columns) -> Hashable:
-    """That of the product's engine."""
-    return delegate_filter_key(_product(problem), config.DELEGATE)
-
-
-def sum_order(problem: ConvProblem, config: Columns) -> Hashable:
-    """That of the product's engine, for its configurations."""
-    return delegate_sum_order(_product(problem), config.DELEGATE) or config
-
-
 def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each type."""
     yield VariantSet("columns_add", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": (0,), "THREADS": (THREADS,)})
@@ -153,33 +137,27 @@ def variants(device: Device) -> Iterator[VariantSet]:
 
 # ---- the choice
 
-BEGIN = 2.3  # microseconds of the launch that adds columns
-#: Microseconds of an element of the result on 132 multiprocessors, by the layout: with channels last neighbours read scattered
-#: elements. Bytes a microsecond of columns, which the product has left in the cache or in memory, and of a residual.
-ELEMENT = {"NCHW": 5e-6, "NHWC": 4.7e-6}
-CACHED, CACHED_RATE, COLUMN_RATE, RESIDUAL_RATE = 2e7, 4.17e6, 2.93e6, 5.37e6
+COST = costs("compose.columns")
 MOST_MET = 64  # the most taps that a pixel meets: with more there are many more columns than elements of the result
 MOST_BYTES = 2**30  # the most columns, in bytes of workspace
 BEST = 3  # configurations of the product that are tried
 
 
-def _columns(problem: ConvProblem) -> int:
-    """Elements of the product."""
-    return problem.N * math.prod(problem.output_size) * problem.C * _taps(problem)
-
-
-def _adding(problem: ConvProblem, device: Device) -> float:
+def _adding(problem: ConvProblem, delegate: Config, device: Device) -> float:
     """Microseconds of adding the columns."""
     nbytes, results = problem.itemsize * _columns(problem), math.prod(problem.result_shape)
-    us = 2 * nbytes / (CACHED_RATE if nbytes < CACHED else COLUMN_RATE) + ELEMENT[problem.layout] * results
+    us = 2 * nbytes / (COST.CACHED_RATE if nbytes < COST.CACHED else COST.COLUMN_RATE) + COST.ELEMENT[problem.layout] * results
     if problem.has_residual:
-        us += problem.itemsize * results / RESIDUAL_RATE
-    return BEGIN + us * 132 / device.multiprocessors
+        us += problem.itemsize * results / COST.RESIDUAL_RATE
+    return COST.BEGIN + us * 132 / device.multiprocessors
+
+
+filter_key, sum_order, time = delegated(_product, _adding)
 
 
 def _worth_it(problem: ConvProblem) -> bool:
     small = problem.itemsize * _columns(problem) <= MOST_BYTES
-    return why_not(problem) is None and _met(problem) <= MOST_MET and small
+    return TAKES.why_not(problem) is None and _met(problem) <= MOST_MET and small
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Columns]:
@@ -189,18 +167,9 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[Columns]:
             yield Columns(str(delegate))
 
 
-def time(problem: ConvProblem, config: Columns, device: Device) -> float | None:
-    """Microseconds that `config` should take."""
-    delegate = parsed(config.DELEGATE)
-    us = None if delegate is None else registry.predicted(_product(problem), delegate, device)
-    return None if us is None else us + _adding(problem, device)
-
-
 def choose(problem: ConvProblem, device: Device) -> tuple[float, Columns] | None:
     """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
-    if not _worth_it(problem):
-        return None
-    product = _product(problem)
-    delegate = registry.find(product, device)
-    us = None if delegate is None else registry.predicted(product, delegate, device)
-    return None if us is None else (us + _adding(problem, device), Columns(str(delegate)))
+    delegate = registry.find(_product(problem), device) if _worth_it(problem) else None
+    found = Columns(str(delegate))
+    us = None if delegate is None else time(problem, found, device)
+    return None if us is None else (us, found)

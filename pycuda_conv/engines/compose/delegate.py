@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from pycuda_conv.engines import registry
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.schedule import Buffer
 from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import BufferSlice, KernelLaunch, TensorMap
+from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch, TensorMap
 
 
 def parsed(text: str) -> Config | None:
@@ -36,19 +37,43 @@ def delegate_refusal(problem: ConvProblem, delegate: str) -> str | None:
     return engine.refusal(problem, config)
 
 
-def delegate_filter_key(problem: ConvProblem, delegate: str) -> Hashable:
-    """The :func:`filter_key` of the engine of `delegate` for its `problem`; None if `delegate` is no configuration."""
-    config = parsed(delegate)
-    return None if config is None else registry.filter_key(problem, config)
+def delegate_order(problem: ConvProblem, config: Any) -> Hashable:
+    """The :func:`sum_order` of that engine, which tells its own configurations apart; `config` itself if it names no delegate."""
+    delegate = parsed(config.DELEGATE)
+    if delegate is None:
+        return config
+    engine = registry.engine_of(delegate)
+    return engine.CONFIGS, engine.sum_order(problem, delegate)
 
 
-def delegate_sum_order(problem: ConvProblem, delegate: str) -> Hashable:
-    """The :func:`sum_order` of that engine, which tells its own configurations apart."""
-    config = parsed(delegate)
-    if config is None:
-        return None
-    engine = registry.engine_of(config)
-    return engine.CONFIGS, engine.sum_order(problem, config)
+def delegated(inner: Callable[[ConvProblem], ConvProblem], beside: Callable[[ConvProblem, Config, Device], float]) -> tuple[Any, Any, Any]:
+    """What an engine says that gives the problem `inner` to another one: filter_key, sum_order and time.
+
+    `beside` gives the microseconds that it takes beside the delegate's.
+    """
+
+    def filter_key(problem: ConvProblem, config: Any) -> Hashable:
+        delegate = parsed(config.DELEGATE)
+        return None if delegate is None else registry.filter_key(inner(problem), delegate)
+
+    def sum_order(problem: ConvProblem, config: Any) -> Hashable:
+        return delegate_order(inner(problem), config)
+
+    def time(problem: ConvProblem, config: Any, device: Device) -> float | None:
+        delegate = parsed(config.DELEGATE)
+        us = None if delegate is None else registry.predicted(inner(problem), delegate, device)
+        return None if us is None or delegate is None else us + beside(problem, delegate, device)
+
+    return filter_key, sum_order, time
+
+
+def worth_comparing(inner: ConvProblem, device: Device, best: int) -> list[str]:
+    """As text: the choice for a problem that is left to another engine, the `best` predictions, and what gives the choice's bits."""
+    chosen = registry.find(inner, device)
+    if chosen is None:
+        return []
+    others = [config for _, config in registry.predictions(inner, device)[:best]]
+    return [str(config) for config in dict.fromkeys([chosen, *others, *registry.alternatives(inner, chosen, device)])]
 
 
 def moved(steps: list[list[KernelLaunch]], places: Mapping[Buffer, tuple[int, int]]) -> list[list[KernelLaunch]]:

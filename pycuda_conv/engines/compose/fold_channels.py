@@ -13,19 +13,15 @@ from dataclasses import dataclass, replace
 
 from pycuda_conv.engines import registry
 from pycuda_conv.engines.base import Config, Engine
-from pycuda_conv.engines.compose.delegate import delegate_filter_key, delegate_refusal, delegate_sum_order, moved, parsed
+from pycuda_conv.engines.compose.delegate import delegate_refusal, delegated, moved, parsed
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import ceil
-from pycuda_conv.engines.hopper.common import unsupported
 from pycuda_conv.engines.layout.fold_channels import WORD, launch, zeros_behind
+from pycuda_conv.engines.limits import HOPPER, NOT_EMPTY, ONE_GROUP, Takes, Tiles
 from pycuda_conv.engines.schedule import INPUT, PACKED, WEIGHT, WORKSPACE, Arena, Schedule
 from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch
-
-__all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "Filled", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order",
-    "time", "unsupported", "variants",
-]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -37,24 +33,12 @@ class Filled(Config):
 
 CONFIGS = (Filled,)
 LAYOUTS = ("NHWC",)
+RUNS_ON = HOPPER
 TENSOR_CORES = True
 MOST_VARIANTS = {"cuda": 0}
 
 
 # ---- what runs
-
-
-def why_not(problem: ConvProblem) -> str | None:
-    """Why no configuration can run `problem`, or None if one may."""
-    if problem.itemsize != 2 and (problem.dtype != "float32" or problem.precision != "tf32"):
-        return "it takes float16 and bfloat16 arrays, and float32 with precision='tf32'"
-    if problem.is_empty:
-        return "there is nothing to compute"
-    if problem.groups > 1:
-        return "it takes one group"
-    if problem.operand_channels * problem.itemsize % WORD == 0:
-        return "its channels are a multiple of 16 bytes"
-    return "it counts in 32 bits" if _filled(problem).largest_array >= 2**31 else None
 
 
 def _filled(problem: ConvProblem) -> ConvProblem:
@@ -64,9 +48,15 @@ def _filled(problem: ConvProblem) -> ConvProblem:
     return replace(problem, C=channels) if problem.direction == "fprop" else replace(problem, K=channels)
 
 
-def refusal(problem: ConvProblem, config: Filled) -> str | None:
-    """Why `config` can't run `problem`, or None if it can."""
-    return why_not(problem) or delegate_refusal(_filled(problem), config.DELEGATE)
+TAKES = Takes(
+    (
+        "it takes float16 and bfloat16 arrays, and float32 with precision='tf32'",
+        lambda p: p.itemsize == 2 or (p.dtype == "float32" and p.precision == "tf32"),
+    ),
+    NOT_EMPTY, ONE_GROUP, ("its channels are a multiple of 16 bytes", lambda p: p.operand_channels * p.itemsize % WORD != 0),
+    ("it counts in 32 bits", lambda p: _filled(p).largest_array < 2**31),
+)  # fmt: skip
+LEGAL = Tiles(TAKES, Filled, lambda problem, config: delegate_refusal(_filled(problem), config.DELEGATE))
 
 
 # ---- launches
@@ -111,16 +101,6 @@ def schedule(problem: ConvProblem, config: Filled, device: Device, with_moments:
     return Schedule(prepare, images_alone, whole, scratch.used, kept.used, made.redoes, made.moments, last)
 
 
-def filter_key(problem: ConvProblem, config: Filled) -> Hashable:
-    """That of the delegate's engine for the filled filter."""
-    return "filled", problem.weight_shape, delegate_filter_key(_filled(problem), config.DELEGATE)
-
-
-def sum_order(problem: ConvProblem, config: Filled) -> Hashable:
-    """That of the delegate's engine, for its configurations: zeros change no sum."""
-    return delegate_sum_order(_filled(problem), config.DELEGATE) or config
-
-
 def variants(device: Device) -> Iterator[VariantSet]:
     """None of its own: ``hopper/wgrad.py`` lists those of the copies."""
     yield from ()
@@ -128,15 +108,14 @@ def variants(device: Device) -> Iterator[VariantSet]:
 
 # ---- the choice
 
-COPY, COPIED = 1.3, 2.23e6  # microseconds of a copy, and its bytes a microsecond: those of gradients of filters
-FILTER = 0.8  # microseconds of the filter's copy beside that of the images
+COST = costs("compose.fold_channels")
 
 
-def _copying(problem: ConvProblem) -> float:
+def _copying(problem: ConvProblem, delegate: Config, device: Device) -> float:
     """Microseconds of the copies."""
     filled = _filled(problem)
     read, written = (math.prod(one.input_shape) + math.prod(one.weight_shape) for one in (problem, filled))
-    return COPY + FILTER + problem.itemsize * (read + written) / COPIED
+    return COST.COPY + COST.FILTER + problem.itemsize * (read + written) / COST.COPIED
 
 
 def _engines(problem: ConvProblem, device: Device) -> Iterator[Engine]:
@@ -151,28 +130,29 @@ def _engines(problem: ConvProblem, device: Device) -> Iterator[Engine]:
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Filled]:
     """The configurations worth comparing for `problem`."""
-    if why_not(problem):
+    if TAKES.why_not(problem):
         return
     filled = _filled(problem)
     for engine in _engines(problem, device):
         yield from (Filled(str(one)) for one in engine.configs(filled, device) if engine.refusal(filled, one) is None)
 
 
-def time(problem: ConvProblem, config: Filled, device: Device) -> float | None:
-    """Microseconds that `config` should take."""
-    delegate = parsed(config.DELEGATE)
-    us = None if delegate is None else registry.predicted(_filled(problem), delegate, device)
-    return None if us is None else us + _copying(problem)
+_delegate_key, sum_order, time = delegated(_filled, _copying)
+
+
+def filter_key(problem: ConvProblem, config: Filled) -> Hashable:
+    """That of the delegate's engine, for filters of so many channels before they are filled up."""
+    return problem.direction, problem.dtype, problem.weight_shape, _delegate_key(problem, config)
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, Filled] | None:
     """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
-    if why_not(problem):
+    if TAKES.why_not(problem):
         return None
     found = []
     for engine in _engines(problem, device):
         one = engine.choose(_filled(problem), device)
         us = None if one is None else engine.time(_filled(problem), one[1], device)
         if one is not None and us is not None:
-            found.append((us + _copying(problem), Filled(str(one[1]))))
+            found.append((us + _copying(problem, one[1], device), Filled(str(one[1]))))
     return min(found, key=lambda pair: pair[0], default=None)

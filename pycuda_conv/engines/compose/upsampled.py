@@ -13,17 +13,13 @@ from dataclasses import dataclass, replace
 
 from pycuda_conv.engines import registry
 from pycuda_conv.engines.base import LAST_RESORT, Config
-from pycuda_conv.engines.compose.delegate import delegate_filter_key, delegate_refusal, delegate_sum_order, moved, parsed
+from pycuda_conv.engines.compose.delegate import delegate_refusal, delegated, moved, parsed, worth_comparing
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.layout import border_copy, enlarge
 from pycuda_conv.engines.schedule import INPUT, PACKED, WEIGHT, WORKSPACE, Arena, Buffer, Schedule
 from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
-
-__all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "Upsampled", "choose", "configs", "filter_key", "refusal", "schedule",
-    "sum_order", "time", "unsupported", "upsamples", "variants",
-]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -37,11 +33,6 @@ CONFIGS = (Upsampled,)
 LAYOUTS = "NCHW", "NHWC"
 TENSOR_CORES = True
 MOST_VARIANTS = enlarge.MOST_VARIANTS
-
-
-def unsupported(device: Device) -> str | None:
-    """None: the kernels run on every device."""
-    return None
 
 
 # ---- what runs
@@ -91,7 +82,7 @@ def schedule(problem: ConvProblem, config: Upsampled, device: Device, with_momen
     elif _frames(problem):
         framed = problem.framed
         places[INPUT] = scratch.take(problem.itemsize * math.prod(framed.padded.input_shape))
-        first = [[border_copy.copy(framed, places[INPUT])]] if math.prod(problem.input_shape) else []
+        first = [[border_copy.copy(framed, places[INPUT], device)]] if math.prod(problem.input_shape) else []
     places[WORKSPACE] = scratch.take(made.workspace_bytes)
     if not problem.folded:
         steps, whole = first + moved(made.steps, places), first + moved(made.whole, places)
@@ -124,16 +115,11 @@ def _count(steps: list[list[KernelLaunch]]) -> int:
 
 def filter_key(problem: ConvProblem, config: Upsampled) -> Hashable:
     """That of the delegate's engine, and how the filter is folded."""
-    key = delegate_filter_key(_left(problem), config.DELEGATE)
+    key = _filter_key(problem, config)
     if not problem.folded:
         return key
     folding = problem.upsample, problem.empty_taps, problem.groups, problem.K, problem.C, problem.filter_size, problem.dtype
     return config.DELEGATE, key, folding
-
-
-def sum_order(problem: ConvProblem, config: Upsampled) -> Hashable:
-    """That of the delegate's engine, for its configurations."""
-    return delegate_sum_order(_left(problem), config.DELEGATE) or config
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
@@ -143,34 +129,26 @@ def variants(device: Device) -> Iterator[VariantSet]:
 
 # ---- the choice
 
-BEGIN, MEMORY = 2.0, 2.6e6  # microseconds of a launch, and bytes that 132 multiprocessors move in one
+COST = costs("compose.upsampled")
 BEST = 3  # predictions of the other engines that are worth comparing
 
 
-def _overhead_us(problem: ConvProblem, device: Device) -> float:
+def _overhead_us(problem: ConvProblem, delegate: Config, device: Device) -> float:
     """Microseconds beside those of the delegate's engine; a folded filter counts as kept."""
     if problem.folded and not _frames(problem):
         return 0.0
     size = problem.framed.padded.input_size if problem.folded else problem.input_size
     moved_bytes = problem.input_itemsize * math.prod(problem.input_shape) + problem.itemsize * problem.N * problem.C * math.prod(size)
-    return BEGIN + moved_bytes / MEMORY * 132 / device.multiprocessors
+    return COST.BEGIN + moved_bytes / COST.MEMORY * 132 / device.multiprocessors
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Upsampled]:
-    """The configurations worth comparing: the choice for what is left, those that give its bits, and the best of other engines."""
-    left = _left(problem)
-    chosen = registry.find(left, device)
-    if not problem.upsampled or chosen is None:
-        return
-    best = [config for _, config in registry.predictions(left, device)[:BEST]]
-    yield from map(Upsampled, map(str, dict.fromkeys([chosen, *best, *registry.alternatives(left, chosen, device)])))
+    """The configurations worth comparing for `problem`, around those of the other engines."""
+    if problem.upsampled:
+        yield from map(Upsampled, worth_comparing(_left(problem), device, BEST))
 
 
-def time(problem: ConvProblem, config: Upsampled, device: Device) -> float | None:
-    """Microseconds that `config` should take."""
-    delegate = parsed(config.DELEGATE)
-    us = None if delegate is None else registry.predicted(_left(problem), delegate, device)
-    return None if us is None else us + _overhead_us(problem, device)
+_filter_key, sum_order, time = delegated(_left, _overhead_us)
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, Upsampled] | None:

@@ -7,25 +7,21 @@ array takes as long as a copy. wgrad in float32 goes the other way: most of its 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, cast
 
 from pycuda_conv.engines import registry
 from pycuda_conv.engines.base import Config, Engine
-from pycuda_conv.engines.compose.delegate import delegate_filter_key, delegate_refusal, delegate_sum_order, moved, parsed
+from pycuda_conv.engines.compose.delegate import delegate_refusal, delegated, moved, parsed
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import arguments, ceil
-from pycuda_conv.engines.hopper import common as hopper
+from pycuda_conv.engines.limits import HOPPER, IN_32_BITS, NOT_EMPTY, Takes, Tiles
 from pycuda_conv.engines.schedule import INPUT, PACKED, RESIDUAL, RESULT, WEIGHT, WORKSPACE, Arena, Buffer, Schedule
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch
-
-__all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "ViaNchw", "ViaNhwc", "choose", "configs", "filter_key",
-    "refusal", "schedule", "sum_order", "time", "unsupported", "variants",
-]  # fmt: skip
 
 THREADS, TILE_BYTES = 256, 8192  # threads of a block, and bytes of its tile
 
@@ -48,11 +44,9 @@ CONFIGS = (ViaNhwc, ViaNchw)
 #: The layout of the transposed arrays: see ConvProblem.launched.
 TRANSPOSED: dict[str, Literal["NHWC", "CHWN", "CNHW"]] = {"NCHW": "NHWC", "CNHW": "CHWN", "CHWN": "CNHW"}
 LAYOUTS = tuple(TRANSPOSED)
+RUNS_ON = HOPPER
 TENSOR_CORES = True
 MOST_VARIANTS = {"cuda": 2}
-
-unsupported = hopper.unsupported
-
 
 # ---- what runs
 
@@ -72,30 +66,28 @@ def _kind(problem: ConvProblem) -> type[ViaNhwc]:
     return ViaNchw if problem.layout == "CHWN" else ViaNhwc
 
 
-def why_not(problem: ConvProblem) -> str | None:
-    """Why no configuration can run `problem`, or None if one may."""
-    if problem.layout == "CHWN":
-        if problem.dtype != "float32" or problem.precision != "fp32":
-            return "of channels-last arrays it takes float32 with precision='fp32'"
-    elif problem.itemsize != 2 and (problem.dtype != "float32" or (problem.precision != "tf32" and not _of_filter(problem))):
-        return "it takes float16 and bfloat16 arrays, and float32 with precision='tf32' or of a filter's gradient"
-    if problem.is_empty:
-        return "there is nothing to compute"
-    if problem.layout == "NCHW" and problem.C == problem.K == 1:
-        return "a single channel lies in either order"
-    if problem.largest_array >= 2**31:
-        return "it counts in 32 bits"
-    return None
+def _worth_turning(problem: ConvProblem) -> bool:
+    return problem.itemsize == 2 or (problem.dtype == "float32" and (problem.precision == "tf32" or _of_filter(problem)))
 
 
-def refusal(problem: ConvProblem, config: ViaNhwc) -> str | None:
-    """Why `config` can't run `problem`, or None if it can."""
-    reason = why_not(problem)
-    if reason:
-        return reason
+def _fits(problem: ConvProblem, config: ViaNhwc) -> str | None:
     if type(config) is not _kind(problem):
         return f"{_kind(problem).__name__} is for arrays that lie so"
     return delegate_refusal(_transposed(problem), config.DELEGATE)
+
+
+TAKES = Takes(
+    (
+        "of channels-last arrays it takes float32 with precision='fp32'",
+        lambda p: p.layout != "CHWN" or (p.dtype == "float32" and p.precision == "fp32"),
+    ),
+    (
+        "it takes float16 and bfloat16 arrays, and float32 with precision='tf32' or of a filter's gradient",
+        lambda p: p.layout == "CHWN" or _worth_turning(p),
+    ),
+    NOT_EMPTY, ("a single channel lies in either order", lambda p: p.layout != "NCHW" or not p.C == p.K == 1), IN_32_BITS,
+)  # fmt: skip
+LEGAL = Tiles(TAKES, ViaNhwc, _fits)
 
 
 # ---- launches
@@ -151,10 +143,10 @@ class _Transposition:
     def time(self) -> float:
         """Microseconds that it should take. The part of a tile that sticks out counts if it is most of the tile."""
         if self._vector == 1 or self.pitch * self.itemsize % 4:
-            rate = SINGLE
+            rate = COST.SINGLE
         else:
-            rate = WIDE if self._wide == self._vector * self.itemsize == 16 else NARROW
-        return BEGIN + 2 * max(self.nbytes, EMPTY * self.tiles * TILE_BYTES) / rate
+            rate = COST.WIDE if self._wide == self._vector * self.itemsize == 16 else COST.NARROW
+        return COST.BEGIN + 2 * max(self.nbytes, COST.EMPTY * self.tiles * TILE_BYTES) / rate
 
     def launch(self, source: BufferSlice, target: BufferSlice) -> KernelLaunch:
         size = self.itemsize
@@ -248,16 +240,6 @@ def _only_fills_up(launch: KernelLaunch) -> bool:
     return bool(args.folded == args.channels and (args.h, args.w) == (args.p, args.q))
 
 
-def filter_key(problem: ConvProblem, config: ViaNhwc) -> Hashable:
-    """That of the delegate's engine."""
-    return delegate_filter_key(_transposed(problem), config.DELEGATE)
-
-
-def sum_order(problem: ConvProblem, config: ViaNhwc) -> Hashable:
-    """That of the delegate's engine, for its configurations."""
-    return delegate_sum_order(_transposed(problem), config.DELEGATE) or config
-
-
 def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each size of elements."""
     yield VariantSet("via_nhwc", {"BYTES": (2, 4)})
@@ -265,14 +247,7 @@ def variants(device: Device) -> Iterator[VariantSet]:
 
 # ---- the choice
 
-# Measured on an H200.
-BEGIN = 1.3  # microseconds of a launch, beside its bytes
-#: Bytes read and written in a microsecond: both by 16 bytes a thread; one of them by less; one of them by single elements.
-WIDE, NARROW, SINGLE = 3.1e6, 3.2e6, 1.9e6
-#: Microseconds of an element of wgrad whose taps are written one by one, by the element's bytes. From an H100.
-SCATTERED = {2: 2.5e-6, 4: 4.5e-6}
-EMPTY = 0.4  # part of the time of a tile's bytes that a tile with few of them takes
-FILTER, FILTER_BYTES = 1.7, 0.7e6  # microseconds to pack or to transpose a filter, and its bytes a microsecond
+COST = costs("compose.via_nhwc")
 
 
 def _transposing(problem: ConvProblem) -> float:
@@ -286,7 +261,7 @@ def _packing(problem: ConvProblem) -> float:
     taps = math.prod(problem.filter_size)
     if _of_filter(problem) or taps == 1:
         return 0.0
-    return FILTER + problem.itemsize * math.prod(problem.weight_shape) / FILTER_BYTES
+    return COST.FILTER + problem.itemsize * math.prod(problem.weight_shape) / COST.FILTER_BYTES
 
 
 def _engines(problem: ConvProblem, device: Device) -> Iterator[Engine]:
@@ -300,7 +275,7 @@ def _engines(problem: ConvProblem, device: Device) -> Iterator[Engine]:
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[ViaNhwc]:
     """The configurations worth comparing for `problem`."""
-    if why_not(problem):
+    if TAKES.why_not(problem):
         return
     transposed, kind = _transposed(problem), _kind(problem)
     for engine in _engines(problem, device):
@@ -309,25 +284,21 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[ViaNhwc]:
                 yield kind(str(delegate))
 
 
-def time(problem: ConvProblem, config: ViaNhwc, device: Device) -> float | None:
-    """Microseconds that `config` should take."""
-    delegate = parsed(config.DELEGATE)
-    us = None if delegate is None else registry.predicted(_transposed(problem), delegate, device)
-    return None if us is None or delegate is None else us + _overhead_us(problem, delegate)
-
-
-def _overhead_us(problem: ConvProblem, delegate: Config) -> float:
+def _overhead_us(problem: ConvProblem, delegate: Config, device: Device) -> float:
     """Microseconds beside those of the delegate's engine."""
     us = _transposing(problem) + _packing(problem)
     # sums that are not split are written directly to their scattered taps
     if _of_filter(problem) and getattr(delegate, "SPLIT", 0) == 1 and math.prod(problem.output_size) > 1:
-        us += SCATTERED[problem.itemsize] * math.prod(problem.result_shape)
+        us += COST.SCATTERED[problem.itemsize] * math.prod(problem.result_shape)
     return us
+
+
+filter_key, sum_order, time = delegated(_transposed, _overhead_us)
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, ViaNhwc] | None:
     """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
-    if why_not(problem):
+    if TAKES.why_not(problem):
         return None
     transposed, best = _transposed(problem), None
     for engine in _engines(problem, device):
@@ -335,4 +306,4 @@ def choose(problem: ConvProblem, device: Device) -> tuple[float, ViaNhwc] | None
         us = None if found is None else engine.time(transposed, found[1], device)
         if found and us is not None and (best is None or us < best[0]):
             best = us, found[1]
-    return None if best is None else (best[0] + _overhead_us(problem, best[1]), _kind(problem)(str(best[1])))
+    return None if best is None else (best[0] + _overhead_us(problem, best[1], device), _kind(problem)(str(best[1])))

@@ -37,15 +37,10 @@ from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import Device
 
-__all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "Depthwise", "DepthwiseRing", "DepthwiseStrips", "DepthwiseWgrad",
-    "adds_border", "choose", "configs", "filter_key", "refusal", "schedule", "schedule_with_border", "sum_order", "time", "unsupported",
-    "variants",
-]  # fmt: skip
+__all__ = ["adds_border", "schedule", "schedule_with_border", "time"]  # with what stands here: the engine
 
 CONFIGS = (Depthwise, DepthwiseStrips, DepthwiseWgrad, DepthwiseRing)
 LAYOUTS = "NHWC", "CHWN"
-TENSOR_CORES = False
 MOST_VARIANTS = {"cuda": 244, "opencl": 90}
 CHUNKS = (64, 32, 16, 8, 4)
 #: Pixels of a thread, down and across: larger tiles would not fill the GPU. The small ones, of unrolled filters, are for few pixels; the
@@ -57,11 +52,6 @@ FULL = 2 * THREADS * 132  # threads: two blocks a multiprocessor of Hopper
 
 
 # ---- what runs
-
-
-def unsupported(device: Device) -> str | None:
-    """None: the kernels run on every device."""
-    return None
 
 
 def adapts(problem: ConvProblem) -> bool:
@@ -124,10 +114,6 @@ def _fits_ring(problem: ConvProblem) -> bool:
     if problem.K != problem.groups or problem.itemsize > 4 or problem.K * problem.itemsize % 16 or not unrolled(problem):
         return False
     return max(math.prod(problem.weight_shape), math.prod(problem.input_shape)) < 2**31
-
-
-def filter_key(problem: ConvProblem, config: Config) -> None:
-    """None: the kernels read the filter as it is."""
 
 
 def sum_order(problem: ConvProblem, config: Config) -> Hashable:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from pycuda_conv.engines import split_sum
 from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.depthwise.nhwc_launch import (
     COLUMNS,
     THREADS,
@@ -38,15 +39,8 @@ class CostTerms(NamedTuple):
     memory: float  # bytes a microsecond of 132 multiprocessors
 
 
-#: Fitted to 227 times of strips, 36 of them on an H200, the others on H100s (root mean square of the error 11%), and to 20 of tiles, all
-#: on an H200 (15%). In the model each block of a multiprocessor hides the others' latency: of 11 layers on an H100 the chosen strips took
-#: 1.008 times as long as the best of three heights, instead of 1.07 without that.
-COST_TERMS: dict[type[Config], CostTerms] = {
-    DepthwiseStrips: CostTerms(1.8, 0.508, 0.707, 1.1, 0.153, 4.76e6), Depthwise: CostTerms(2.4, 0.73, 0.73, 1.7, 0.26, 3.6e6),
-}  # fmt: skip
-OF_TILES = 1.55  # instructions of a tile for each one counted
-OF_STRIPS, OF_OTHERS = 283.0, 0.59  # instructions of a strip before its first row; and for each one counted beside products
-FLOAT64_STRIPS = 0.85  # times the counted instructions: of 16 layers on an H200
+COST = costs("depthwise.nhwc_time")
+COST_TERMS: dict[type[Config], CostTerms] = {kind: CostTerms(*COST.COST_TERMS[kind.__name__]) for kind in (DepthwiseStrips, Depthwise)}
 
 
 def time(problem: ConvProblem, config: Config, device: Device) -> float:
@@ -57,15 +51,15 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float:
     """
     waits = 0.0  # microseconds that a thread waits, for one tap after another
     if isinstance(config, Depthwise) and not (unrolled_by(problem, Depthwise) and problem.K == problem.groups):
-        waits = math.prod(problem.filter_size) * (TAP_WAIT + ELEMENT_WAIT * config.TILE_P * config.TILE_Q)
+        waits = math.prod(problem.filter_size) * (COST.TAP_WAIT + COST.ELEMENT_WAIT * config.TILE_P * config.TILE_Q)
     strips = isinstance(config, DepthwiseStrips) and unrolled_by(problem, DepthwiseStrips)
     if problem.K != problem.groups and not of_filter(problem) and not strips:  # threads load one number at a time
-        singly = max(problem.macs / 2e6, math.prod(problem.result_shape) / 0.47e6)
-        return 1.2 + max(waits, singly * 132 / device.multiprocessors)
+        singly = max(problem.macs / COST.SINGLY, math.prod(problem.result_shape) / COST.SINGLY_WRITTEN)
+        return COST.SINGLY_BEGIN + max(waits, singly * 132 / device.multiprocessors)
     if not unrolled_by(problem, type(config)):  # its loops take as long as a 9x9 filter's were measured to take
         # a load of one channel takes as long
         narrow = vector_choices(DTYPE_CODES[problem.dtype], 0, type(config))[0] / vector_of(problem, type(config))
-        loops = LOOPS_OF_FILTER / (1 + FEW_TAPS / math.prod(problem.output_size)) if of_filter(problem) else LOOPS
+        loops = COST.LOOPS_OF_FILTER / (1 + FEW_TAPS / math.prod(problem.output_size)) if of_filter(problem) else COST.LOOPS
         return 3 + max(waits, narrow * problem.macs / loops * 132 / device.multiprocessors)
     if isinstance(config, DepthwiseRing):
         return _ring_time(problem, config, device)
@@ -75,28 +69,20 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float:
         terms, each = COST_TERMS[type(config)], max(1.0, blocks / multiprocessors)
         together = min(each, work.blocks)  # each block hides the latency of the others
         rate = min(terms.most, terms.first * together)
-        busy = each * work.instructions / rate / CLOCK  # each scheduler has a warp of the block
+        busy = each * work.instructions / rate / COST.CLOCK  # each scheduler has a warp of the block
         moving = problem.bytes / terms.memory * 132 / multiprocessors
         return terms.begin + float((busy**terms.hidden + moving**terms.hidden) ** (1 / terms.hidden)) + work.steps * terms.step / together
     at_once = work.blocks * multiprocessors
     rounds = blocks / at_once
     if isinstance(config, DepthwiseWgrad) and rounds > 1:  # blocks are long and equal, so the last round takes as long as others
         blocks = ceil(blocks, at_once) * at_once
-    us = problem.bytes / 4.2e6 + (blocks * THREADS * work.instructions / 29e6) * 132 / multiprocessors
-    us = 3 + us / min(1.0, rounds) + work.steps / 4
+    us = problem.bytes / COST.OTHER_MEMORY + (blocks * THREADS * work.instructions / COST.OTHER_ISSUED) * 132 / multiprocessors
+    us = COST.OTHER_BEGIN + us / min(1.0, rounds) + work.steps * COST.OTHER_STEP
     if isinstance(config, DepthwiseStrips):
-        us *= FLOAT64_STRIPS
+        us *= COST.FLOAT64_STRIPS
     if isinstance(config, DepthwiseWgrad) and config.PARTS > 1:
         us += split_sum.time(math.prod(problem.result_shape), config.PARTS, accumulator_bytes(problem), multiprocessors)
     return us
-
-
-CLOCK = 1700.0  # cycles a microsecond
-# For rings. Fitted to 120 times of 24 layers on an H100 (root mean square of the error 12%), except the memory's rate, which is an H200's.
-RING_MEMORY = 3.0e6  # bytes a microsecond
-RING_BEGIN = 1.5  # microseconds of a launch, with its first rows
-ALONE = 1.47  # warps of a scheduler that take as long as one alone
-ISSUED = 1.2  # cycles of an instruction
 
 
 def _ring_time(problem: ConvProblem, config: DepthwiseRing, device: Device) -> float:
@@ -108,20 +94,16 @@ def _ring_time(problem: ConvProblem, config: DepthwiseRing, device: Device) -> f
     steps = (rows - 1) * stride + size
     inside = min(steps, problem.input_size[1])  # rows of x that are no padding
     product = COLUMNS * sums / stride + ((COLUMNS - 1) * stride + size) * loaded
-    cycles = cut.rounds * (inside * product + steps * (20 + COLUMNS / stride * loaded)) + 8.4 * sums + 1500
+    cycles = cut.rounds * (inside * product + steps * (COST.RING_STEP + COLUMNS / stride * loaded)) + COST.RING_SUM * sums + COST.RING_END
     full, rest = divmod(ceil(blocks, device.multiprocessors), fit)
-    busy = full * fit + (max(rest, ALONE) if rest else 0)
-    us = RING_BEGIN + max(ISSUED * busy * cycles / CLOCK, problem.bytes / RING_MEMORY)
+    busy = full * fit + (max(rest, COST.ALONE) if rest else 0)
+    us = COST.RING_BEGIN + max(COST.ISSUED * busy * cycles / COST.CLOCK, problem.bytes / COST.RING_MEMORY)
     if config.PARTS > 1 or problem.itemsize == 2:
         us += split_sum.time(math.prod(problem.result_shape), config.PARTS, accumulator_bytes(problem), device.multiprocessors)
     return us
 
 
-#: Multiplications a microsecond of 132 multiprocessors if loops are not unrolled; and those of wgrad.
-LOOPS, LOOPS_OF_FILTER = 3.1e6, 2.2e6
 FEW_TAPS = 4  # wgrad's pixels take at least as long as so many taps: 1x1x1 filters took 45 us on an H100, 9 by their multiplications
-#: Microseconds that a thread then waits for a tap, and for each element of its tile: they bound images of few pixels.
-TAP_WAIT, ELEMENT_WAIT = 0.27, 0.083
 
 
 class _Work(NamedTuple):
@@ -130,9 +112,6 @@ class _Work(NamedTuple):
     blocks: int  # blocks that fit a multiprocessor
     steps: int  # one after the other, each waiting for memory
     instructions: float
-
-
-START, LOADED, STORED = 600, 5, 4  # instructions of a thread that walks: before its first row, of a load, of a store
 
 
 def _work(problem: ConvProblem, config: Config) -> _Work:
@@ -144,9 +123,10 @@ def _work(problem: ConvProblem, config: Config) -> _Work:
         stride, (_, p, _) = problem.dilation[1], problem.filter_size
         cut, rows = partition_of(problem, config), min(config.ROWS, p)
         read = (COLUMNS - 1) * stride + size
-        row = 1.0 * COLUMNS * vector * size * size + (stride * read + COLUMNS) * (LOADED + unpacked) + 15 * stride + COLUMNS * vector * size
+        loads = (stride * read + COLUMNS) * (COST.LOADED + unpacked)
+        row = 1.0 * COLUMNS * vector * size * size + loads + 15 * stride + COLUMNS * vector * size
         steps = cut.rounds * ((rows - 1) * stride + size)
-        return _Work(4 if size == 3 else 3, steps, cut.rounds * (START // 2 + rows * row) + 12 * size * size * vector)
+        return _Work(4 if size == 3 else 3, steps, cut.rounds * (COST.START // 2 + rows * row) + 12 * size * size * vector)
     stride, (_, p, _) = problem.stride[1], problem.result_size
     if isinstance(config, DepthwiseStrips):
         rows, columns = config.ROWS, COLUMNS
@@ -158,15 +138,15 @@ def _work(problem: ConvProblem, config: Config) -> _Work:
         steps, read, taps = rows // stride + size // stride, columns // stride + size // stride, taps / stride**2
     else:
         steps, read = (rows - 1) * stride + size, (columns - 1) * stride + size
-    products, beside = columns * vector * (taps + parts * size), columns * (4 * vector + STORED)
-    loading = steps * (read * (LOADED + unpacked) + 15)
+    products, beside = columns * vector * (taps + parts * size), columns * (4 * vector + COST.STORED)
+    loading = steps * (read * (COST.LOADED + unpacked) + 15)
     wide = size == 7 or size * vector > 12 or problem.dtype == "float64"
     wide = wide or (problem.dtype == "float32" and stride == 1 and (size, vector) == (3, 4))
     blocks = 3 if wide and isinstance(config, DepthwiseStrips) else 4
     if problem.dtype == "float64":
-        return _Work(blocks, steps, START + loading + rows * (products + beside))
+        return _Work(blocks, steps, COST.START + loading + rows * (products + beside))
     if isinstance(config, Depthwise):
         waits = ceil(steps, 3) if config.TILE_Q < 4 else steps  # a small tile's rows are under way together
-        return _Work(blocks, waits, OF_TILES * (loading + rows * (products + beside)))
+        return _Work(blocks, waits, COST.OF_TILES * (loading + rows * (products + beside)))
     met = rows if size == 5 and vector == 4 else steps / stride  # rows of sums that are met; some of the others lie outside the strip
-    return _Work(blocks, steps, OF_STRIPS + OF_OTHERS * (loading + rows * beside) + met * products)
+    return _Work(blocks, steps, COST.OF_STRIPS + COST.OF_OTHERS * (loading + rows * beside) + met * products)

@@ -6,16 +6,16 @@ A row of a filter is a Toeplitz matrix, which multiplies rows of the input. So m
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import takewhile
 from typing import NamedTuple
 
-from pycuda_conv.engines.base import Config, fastest
-from pycuda_conv.engines.depthwise.units import unit_refusal
+from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import arguments, ceil, near_sides
-from pycuda_conv.engines.mma.common import unsupported
+from pycuda_conv.engines.limits import AMPERE, HALVES, NOT_EMPTY, TWO_AXES, Takes, Tiles
 from pycuda_conv.engines.schedule import (
     BIAS,
     INPUT,
@@ -27,6 +27,7 @@ from pycuda_conv.engines.schedule import (
     check_shared,
     finish,
     finish_constants,
+    grid_refusal,
     shared_limit,
 )
 from pycuda_conv.engines.struct import kernel_struct
@@ -34,11 +35,6 @@ from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF
 from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
-
-__all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "DepthwiseToeplitz", "adds_border", "choose", "configs", "filter_key",
-    "refusal", "schedule", "schedule_with_border", "sum_order", "time", "unsupported", "variants",
-]  # fmt: skip
 
 WARPS = {"NCHW": 4, "NHWC": 8}  # warps of a block
 ROWS, EIGHT = 16, 8  # rows of a task; columns of a tile
@@ -63,7 +59,9 @@ class DepthwiseToeplitz(Config):
 
 CONFIGS = (DepthwiseToeplitz,)
 LAYOUTS = "NCHW", "NHWC"
+RUNS_ON = AMPERE
 TENSOR_CORES = True
+ORDER = ()  # all sum alike
 MOST_VARIANTS = {"cuda": 22}
 
 
@@ -71,39 +69,6 @@ DepthwiseToeplitzArguments = kernel_struct("depthwise_toeplitz", "DepthwiseToepl
 
 
 # ---- what runs
-
-
-def refusal(problem: ConvProblem, config: DepthwiseToeplitz) -> str | None:
-    """Why `config` can't run `problem`, or None if it can."""
-    return why_not(problem) or unit_refusal(config.UNIT_KIB, UNITS[problem.layout], ROWS, lambda: _unit(problem, config))
-
-
-def why_not(problem: ConvProblem) -> str | None:
-    """Why the engine can't run `problem` whatever UNIT_KIB is, or None if it can."""
-    if problem.direction not in ("fprop", "dgrad"):
-        return "it computes forward convolutions and gradients by the input"
-    if problem.groups != problem.C or problem.has_depth:
-        return "it takes one input channel a group and at most two spatial axes"
-    if problem.itemsize != 2:
-        return "it takes float16 and bfloat16 arrays"
-    if problem.stride[2] not in TILES:
-        return "it takes strides of 1 and 2 along rows"
-    if problem.direction != "fprop" and (problem.K != problem.C or problem.stride[1] != problem.stride[2]):
-        return "of gradients it computes those of a layer with as many channels out as in and one stride"
-    if _strided(problem) and (problem.dilation[1:] != (1, 1) or problem.filter_size[2] > 2 * EIGHT):
-        return "of gradients with a stride it takes filters without dilation of up to 16 columns"
-    if problem.is_empty:
-        return "there is nothing to compute"
-    if _steps(problem) is None:
-        return "eight results of a row meet at most 32 columns of the input"
-    if problem.layout == "NHWC":
-        if problem.K != problem.C or problem.K % 4:
-            return "with channels last it takes as many channels out as in, a multiple of four"
-        if problem.K * max(math.prod(problem.operand_size), math.prod(problem.result_size)) >= 2**31:
-            return "it counts the elements of an image in 32 bits"
-    elif problem.largest_array >= 2**31:
-        return "it counts elements in 32 bits"
-    return None
 
 
 def _strided(problem: ConvProblem) -> bool:
@@ -219,13 +184,48 @@ def _sixteens(problem: ConvProblem, unit: _Unit) -> int:
     return 2 * ceil(unit.band, 2 * ROWS) if _strided(problem) else ceil(unit.band, ROWS)
 
 
+def _last(problem: ConvProblem) -> str | None:
+    """Why it can't run `problem`, whose channels are last, or None if it can."""
+    if problem.K != problem.C or problem.K % 4:
+        return "with channels last it takes as many channels out as in, a multiple of four"
+    pixels = max(math.prod(problem.operand_size), math.prod(problem.result_size))
+    return "it counts the elements of an image in 32 bits" if problem.K * pixels >= 2**31 else None
+
+
+TAKES = Takes(
+    ("it computes forward convolutions and gradients by the input", lambda p: p.direction in ("fprop", "dgrad")),
+    ("it takes one input channel a group", lambda p: p.groups == p.C), TWO_AXES, HALVES,
+    ("it takes strides of 1 and 2 along rows", lambda p: p.stride[2] in TILES),
+    (
+        "of gradients it computes those of a layer with as many channels out as in and one stride",
+        lambda p: p.direction == "fprop" or (p.K == p.C and p.stride[1] == p.stride[2]),
+    ),
+    (
+        "of gradients with a stride it takes filters without dilation of up to 16 columns",
+        lambda p: not _strided(p) or (p.dilation[1:] == (1, 1) and p.filter_size[2] <= 2 * EIGHT),
+    ),
+    NOT_EMPTY, ("eight results of a row meet at most 32 columns of the input", lambda p: _steps(p) is not None),
+    lambda p: _last(p) if p.layout == "NHWC" else None, ("it counts in 32 bits", lambda p: p.layout == "NHWC" or p.largest_array < 2**31),
+)  # fmt: skip
+
+
+def _fits(problem: ConvProblem, config: DepthwiseToeplitz) -> str | None:
+    if config.UNIT_KIB not in UNITS[problem.layout]:
+        return f"UNIT_KIB must be one of {', '.join(map(str, UNITS[problem.layout]))}"
+    unit = _unit(problem, config)
+    return grid_refusal(unit.blocks) if unit else f"a plane's {ROWS} rows take more than {config.UNIT_KIB} KiB of shared memory"
+
+
+LEGAL = Tiles(TAKES, DepthwiseToeplitz, _fits)
+
+
 # ---- launches
 
 
 def adds_border(source: ConvProblem, problem: ConvProblem, config: DepthwiseToeplitz) -> bool:
     """Whether the kernel reads the image of `source` with its border: of planes that fit a block."""
     plain = source.direction == "fprop" and source.layout == "NCHW" and source.border is not None and not source.input_dtype
-    if not plain or near_sides(source) is None or why_not(source):
+    if not plain or near_sides(source) is None or TAKES.why_not(source):
         return False
     unit = _unit(source, config)
     return unit is not None and unit.bands == 1
@@ -273,15 +273,6 @@ def _last_column(problem: ConvProblem) -> int:
     return (problem.output_size[2] - 1) * problem.stride[2] - problem.padding_before[2] + (problem.filter_size[2] - 1) * problem.dilation[2]
 
 
-def filter_key(problem: ConvProblem, config: DepthwiseToeplitz) -> None:
-    """None: the kernel reads the filter as it is."""
-
-
-def sum_order(problem: ConvProblem, config: DepthwiseToeplitz) -> Hashable:
-    """Equal for all configurations: each adds in the same order."""
-    return DepthwiseToeplitz
-
-
 def variants(device: Device) -> Iterator[VariantSet]:
     """One text per type, stride, and number of steps that a row of the filter reaches."""
     for stride, steps in STEPS.items():
@@ -313,20 +304,14 @@ class CostTerms(NamedTuple):
     memory: float  # bytes a microsecond
 
 
-#: Fitted to 56 and 50 times of 20 and 20 layers in float16 on an H100: root mean square of the error 13% and 7%.
-COST_TERMS = {
-    "NCHW": CostTerms(1.96, 4.22, 92.2, 0.1, 0.89, 0.84, 47.0, 3.86, 0.095, 2.95e6),
-    "NHWC": CostTerms(2.54, 4.35, 33.6, 0.37, 0.83, 0.94, 134.0, 4.71, 0.19, 1.46e6),
-}  # fmt: skip
-RESIDENT = {"NCHW": 5, "NHWC": 3}  # blocks of a multiprocessor, as registers allow
-CLOCK = 1700.0  # cycles a microsecond
-LONG = 1.12  # how many times as long it takes with large blocks in NCHW: while one computes, nothing is loaded or stored
+COST = costs("depthwise.toeplitz")
+COST_TERMS = {layout: CostTerms(*terms) for layout, terms in COST.COST_TERMS.items()}
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[DepthwiseToeplitz]:
     """The configurations worth comparing for `problem`."""
     for config in map(DepthwiseToeplitz, UNITS[problem.layout]):
-        if refusal(problem, config) is None and (unit := _unit(problem, config)) and unit.shared <= shared_limit(device):
+        if LEGAL.refusal(problem, config) is None and (unit := _unit(problem, config)) and unit.shared <= shared_limit(device):
             yield config
 
 
@@ -339,18 +324,9 @@ def time(problem: ConvProblem, config: DepthwiseToeplitz, device: Device) -> flo
     met, tiles = (r / 2, GRAD_TILES) if _strided(problem) else (r, TILES[stride])
     cycles = tasks * (met * (tiles * steps * terms.product + terms.row) + terms.task) + terms.block
     cycles += unit.planes * (unit.x_rows * unit.units * (terms.whole if whole else terms.eight) + r * unit.taps_pitch * terms.tap)
-    resident = max(1, min(RESIDENT[problem.layout], SHARED_KIB * 1024 // (unit.shared + 1024)))
-    busy = max(1.0, unit.blocks / device.multiprocessors) * cycles / CLOCK
+    resident = max(1, min(COST.RESIDENT[problem.layout], SHARED_KIB * 1024 // (unit.shared + 1024)))
+    busy = max(1.0, unit.blocks / device.multiprocessors) * cycles / COST.CLOCK
     moved = problem.itemsize * (math.prod(problem.input_shape) + math.prod(problem.result_shape) * (2 if problem.has_residual else 1))
     moving = moved / terms.memory * 132 / device.multiprocessors
     us = terms.begin + math.hypot(busy, moving) + terms.wave * ceil(unit.blocks, device.multiprocessors * resident)
-    return us * LONG if problem.layout == "NCHW" and config.UNIT_KIB > UNITS["NCHW"][0] else us
-
-
-def choose(problem: ConvProblem, device: Device) -> tuple[float, Config] | None:
-    """The configuration that should be the fastest, behind the microseconds it should take; None where none runs.
-
-    NHWC: depthwise/nhwc.py prefers its strips, and tiles with unrolled filters, by rule. They were faster on 15 of 16 layers; the other
-    layer was small.
-    """
-    return fastest((time(problem, config, device), config) for config in configs(problem, device))
+    return us * COST.LONG if problem.layout == "NCHW" and config.UNIT_KIB > UNITS["NCHW"][0] else us

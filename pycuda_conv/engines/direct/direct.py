@@ -13,6 +13,7 @@ from itertools import islice
 from typing import Any
 
 from pycuda_conv.engines.base import BY_RULE, LAST_RESORT, Config, fastest
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.direct.configs import (
     COMMON,
     CONFIGS,
@@ -77,10 +78,7 @@ from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem, Size3
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
-__all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "Batched", "Dgrad", "Single", "Tile", "Wgrad", "choose",
-    "configs", "filter_key", "refusal", "schedule", "sum_order", "time", "unsupported", "variants",
-]  # fmt: skip
+__all__ = ["CONFIGS"]  # with what stands here: the engine
 
 #: Channels of a thread of direct/batched.cu and direct/dgrad.cu, the most first. OpenCL devices have fewer kernels to choose from. In
 #: direct/batched.cu one channel a thread would not be faster: a thread waits for memory as long with two.
@@ -90,16 +88,10 @@ DIRECT_SPLITS = (1, 2, 4, 8)  # SPLIT of direct/batched.cu and direct/dgrad.cu
 RANGES = {"uint8": (0, 255), "int8": (-128, 127), "uint16": (0, 65535), "int16": (-32768, 32767)}
 MOST_MACS = 2e9  # multiplications up to which sums may be split: beyond, matrix products are faster
 LAYOUTS = "NCHW", "CNHW"
-TENSOR_CORES = False
 MOST_VARIANTS = {"cuda": 226, "opencl": 102}
 
 
 # ---- what runs
-
-
-def unsupported(device: Device) -> str | None:
-    """None: the kernels run on every device."""
-    return None
 
 
 def adapts(problem: ConvProblem) -> bool:
@@ -192,6 +184,14 @@ def adds_border(source: ConvProblem, problem: ConvProblem, config: Config) -> bo
     """Whether :func:`schedule` takes the image of `source`, which has a border, for the wider one of `problem`: ``direct/wgrad.cu`` may."""
     plain = isinstance(config, Wgrad) and config.FILTERS == 1 and not source.input_dtype
     return plain and source.border is not None and near_sides(source) is not None
+
+
+BORDERED_TAP = 0.6e-6  # microseconds that a product of ``direct/wgrad.cu`` takes longer where a pixel's place has to be found
+
+
+def border_time(source: ConvProblem, config: Config) -> float:
+    """Microseconds that reading a border takes beside the time of the wider image's."""
+    return BORDERED_TAP * source.macs
 
 
 def schedule(problem: ConvProblem, config: Config, device: Device, with_moments: bool = False) -> Schedule:
@@ -339,10 +339,6 @@ _KERNELS: dict[type, tuple[str, Callable[[ConvProblem, Any], Made]]] = {
 }  # fmt: skip
 
 
-def filter_key(problem: ConvProblem, config: Config) -> None:
-    """None: the kernels read the filter as it is."""
-
-
 def sum_order(problem: ConvProblem, config: Config) -> Hashable:
     """The kernel, where it cuts a sum, and in wgrad how many threads share one; the rest of a tile does not change a bit."""
     if isinstance(config, Wgrad):
@@ -398,7 +394,7 @@ def _made_unrolled(d: Mapping[str, int]) -> bool:
     return d["EVERY_H"] == d["EVERY_W"] and d["TOTALS"] == _totals(d["DTYPE"], d["BLOCK_C"])
 
 
-CLEARLY = 1.1  # factor on direct/single.cu's time for planes of more than WARP pixels: its model knows few times
+COST = costs("direct.direct")
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, Config] | None:
@@ -414,7 +410,7 @@ def choose(problem: ConvProblem, device: Device) -> tuple[float, Config] | None:
         legal += [part for config in _for_little_work(problem, device) for part in _in_parts(problem, config)]
     timed = [(time(problem, config, device), config) for config in legal]
     if alone and len(legal) > 1 and math.prod(problem.result_size) > WARP:  # see CLEARLY
-        timed = [(us if us is None or config != Single() else us * CLEARLY, config) for us, config in timed]
+        timed = [(us if us is None or config != Single() else us * COST.CLEARLY, config) for us, config in timed]
     return fastest((BY_RULE if us is None else us, config) for us, config in timed)
 
 

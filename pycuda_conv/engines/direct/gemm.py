@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 
 from pycuda_conv.engines.base import LAST_RESORT, Config, fastest
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import (
     Phase,
     accumulator_bytes,
@@ -28,6 +29,7 @@ from pycuda_conv.engines.geometry import (
     row_major,
     written_strides,
 )
+from pycuda_conv.engines.limits import Takes, Tiles
 from pycuda_conv.engines.schedule import (
     BIAS,
     INPUT,
@@ -39,7 +41,6 @@ from pycuda_conv.engines.schedule import (
     WORKSPACE,
     Schedule,
     finish,
-    grid_refusal,
 )
 from pycuda_conv.engines.split_sum import reduce_launch, splits
 from pycuda_conv.engines.struct import kernel_struct
@@ -73,27 +74,10 @@ class Gemm(Config):
 
 CONFIGS = (Gemm,)
 LAYOUTS = "NCHW", "NHWC", "CNHW"
-TENSOR_CORES = False
 MOST_VARIANTS = {"cuda": 37, "opencl": 4}
 
 
 # ---- what runs
-
-
-def unsupported(device: Device) -> str | None:
-    """None: the kernel runs on every device."""
-    return None
-
-
-def refusal(problem: ConvProblem, config: Gemm) -> str | None:
-    """Why `config` can't run `problem`, or None if it can."""
-    reason = _no_tile(config)
-    if reason:
-        return reason
-    shared = 2 * config.BLOCK_K * ((config.BLOCK_M + 4 + config.BLOCK_N) * accumulator_bytes(problem) + TAP_BYTES)
-    if shared > STATIC_SHARED_BYTES:
-        return f"it needs {shared:,} bytes of shared memory; a block has {STATIC_SHARED_BYTES:,}"
-    return grid_refusal(max((_grid(problem, config, pixels) for pixels, _, _ in phase_kinds(problem)), default=0))
 
 
 def _no_tile(config: Gemm) -> str | None:
@@ -118,6 +102,18 @@ def _grid(problem: ConvProblem, config: Gemm, pixels: int) -> int:
     return ceil(problem.N * pixels, config.BLOCK_N) * problem.groups * config.SPLIT_K * m_tiles
 
 
+def _largest_grid(problem: ConvProblem, config: Gemm) -> int:
+    return max((_grid(problem, config, pixels) for pixels, _, _ in phase_kinds(problem)), default=0)
+
+
+def _shared_bytes(problem: ConvProblem, config: Gemm) -> int:
+    return 2 * config.BLOCK_K * ((config.BLOCK_M + 4 + config.BLOCK_N) * accumulator_bytes(problem) + TAP_BYTES)
+
+
+TAKES = Takes()  # everything
+LEGAL = Tiles(TAKES, Gemm, lambda _, config: _no_tile(config), shared=(_shared_bytes, STATIC_SHARED_BYTES), blocks=_largest_grid)
+
+
 # ---- launches
 
 
@@ -133,10 +129,6 @@ def schedule(problem: ConvProblem, config: Gemm, device: Device, with_moments: b
 
     made = Schedule.plain(steps(False), split * math.prod(problem.result_shape) * accumulator_bytes(problem) if split > 1 else 0)
     return replace(made, redoes=redoes, filter_last=steps(True) if problem.layout == "NHWC" else None)
-
-
-def filter_key(problem: ConvProblem, config: Gemm) -> None:
-    """None: the kernel reads the filter as it is."""
 
 
 def products(problem: ConvProblem, config: Gemm, filter_last: bool = False) -> list[KernelLaunch]:
@@ -218,24 +210,10 @@ def variants(device: Device) -> Iterator[VariantSet]:
 # ---- the choice
 
 
-#: TFLOP/s of the tiles on a full GPU. Fitted with the numbers below to 264 times of float32 on an H200: half of them are within 6%, but
-#: dgrad of many phases not within a factor of three.
-GEMM_RATES = {
-    Gemm(128, 128, 16, 8, 8, 2): 47.3, Gemm(64, 64, 16, 8, 4, 4): 42.6, Gemm(32, 128, 16, 4, 8, 4): 29.9,
-}
-STEPS = 1.0  # steps of the loop that a block's start and stores take
-FILLED = 0.508  # a multiprocessor with n of the m blocks that fit runs at (n/m) to this power of its full rate
-PHASED, LAST = 0.85, 0.5  # relative time of phases' blocks; and of the last ones, alone on a multiprocessor, beside a full one
-SECTOR, SCATTERED = 32, 1.02e6  # bytes that memory writes at once; and bytes a microsecond if phases write parts of these
-PHASE_TIME = 1.8  # least microseconds of the launch of a phase, beside others
-QUEUED = 1.5  # relative time of phases of few blocks that wait for one another: few launches run side by side
-GRADIENT = 1.27  # relative time of wgrad
-STORED = 3.18e6  # bytes of the result, and of a residual, a microsecond
-WRITTEN_APART, RESIDUAL_APART = 0.9e6, 0.6e6  # the same in addition for planes whose elements are written, and loaded, one by one
-BEGIN, JOIN_TIME = 2.2, 0.97  # microseconds of a launch, and of one that adds the parts of a split sum
+COST = costs("direct.gemm")
+GEMM_RATES = {Gemm(*tile): rate for tile, rate in COST.GEMM_RATES.items()}
+GEMM_RATES_64 = {Gemm(*tile): rate for tile, rate in COST.GEMM_RATES_64.items()}
 CPU_TILE = Gemm(64, 64, 8, 4, 4, 1)
-#: float64 keeps twice the bytes in registers and shared memory.
-GEMM_RATES_64 = {Gemm(64, 64, 8, 8, 8, 2): 16.8, Gemm(32, 64, 8, 4, 4, 2): 10.6}
 
 
 @lru_cache(maxsize=1024)  # few tiles, for every problem again
@@ -276,42 +254,42 @@ def time(problem: ConvProblem, config: Gemm, device: Device) -> float | None:
         return None
     rate = all_at_once / multiprocessors * 1e6  # FLOP/us of one multiprocessor
     if problem.layout == "NHWC" and problem.itemsize == 2:
-        rate /= 1.7 if problem.groups > 1 else 2.0
+        rate /= COST.LAST_16_GROUPED if problem.groups > 1 else COST.LAST_16
     elif (problem.layout == "NHWC" and problem.groups == 1) or (problem.layout == "CNHW" and problem.itemsize == 2):
-        rate /= 1.6  # neighbouring pixels are all channels apart, or are two-byte elements that are loaded one by one
-    elif problem.direction == "fprop" and problem.layout == "NCHW" and problem.stride[2] * problem.itemsize * 2 >= SECTOR:
-        rate /= 1.3  # few of a sector's elements are used at once
+        rate /= COST.SCATTERED_LOADS  # neighbouring pixels are all channels apart, or are two-byte elements that are loaded one by one
+    elif problem.direction == "fprop" and problem.layout == "NCHW" and problem.stride[2] * problem.itemsize * 2 >= COST.SECTOR:
+        rate /= COST.STRIDED_LOADS  # few of a sector's elements are used at once
     step, fit = 2 * config.BLOCK_M * config.BLOCK_N * config.BLOCK_K, config.MIN_BLOCKS
     reduction = problem.operand_channels // problem.groups
     kinds = phase_kinds(problem)
     blocks, launches = [_grid(problem, config, pixels) for pixels, _, _ in kinds], sum(many for _, _, many in kinds)
-    lengths = [step * (ceil(ceil(reduction * taps, config.BLOCK_K), config.SPLIT_K) + STEPS) / rate for _, taps, _ in kinds]
+    lengths = [step * (ceil(ceil(reduction * taps, config.BLOCK_K), config.SPLIT_K) + COST.STEPS) / rate for _, taps, _ in kinds]
 
     def alone(count: int, length: float) -> float:
         """Microseconds of `count` blocks of `length` steps, in rounds."""
         rounds, rest = divmod(count, multiprocessors * fit)
         last = ceil(rest, multiprocessors)
-        return length * (rounds * fit + (last / (last / fit) ** FILLED if last else 0))
+        return length * (rounds * fit + (last / (last / fit) ** COST.FILLED if last else 0))
 
     if launches == 1:
         us = alone(blocks[0], lengths[0])
         if problem.layout == "CNHW":
-            us *= GRADIENT
+            us *= COST.GRADIENT
     else:
         work = sum(many * count * length for (_, _, many), count, length in zip(kinds, blocks, lengths, strict=True))
-        us = max(PHASED * work / multiprocessors + LAST * fit * max(lengths), PHASE_TIME * launches)
-        apart = min(problem.stride[2], SECTOR // problem.itemsize)  # phases that write a part of each sector of a row
-        us += problem.itemsize * math.prod(problem.result_shape) * apart / SCATTERED * 132 / multiprocessors
+        us = max(COST.PHASED * work / multiprocessors + COST.LAST * fit * max(lengths), COST.PHASE_TIME * launches)
+        apart = min(problem.stride[2], COST.SECTOR // problem.itemsize)  # phases that write a part of each sector of a row
+        us += problem.itemsize * math.prod(problem.result_shape) * apart / COST.SCATTERED * 132 / multiprocessors
         if launches > SIDE_BY_SIDE:
             queued = sum(many * alone(count, length) for (_, _, many), count, length in zip(kinds, blocks, lengths, strict=True))
-            us = max(us, QUEUED * queued / SIDE_BY_SIDE)
+            us = max(us, COST.QUEUED * queued / SIDE_BY_SIDE)
     if config.SPLIT_K > 1:
         bytes_moved = math.prod(problem.result_shape) * accumulator_bytes(problem) * (2 * config.SPLIT_K + 1)
-        us += JOIN_TIME + bytes_moved * min(launches, 2) / 3e6  # at 3 TB/s
+        us += COST.JOIN_TIME + bytes_moved * min(launches, 2) / COST.JOINED
     written = problem.itemsize * math.prod(problem.result_shape)
-    us += BEGIN + written * (2 if problem.has_residual else 1) / STORED
+    us += COST.BEGIN + written * (2 if problem.has_residual else 1) / COST.STORED
     if problem.layout == "NCHW" and config.SPLIT_K == 1 and math.prod(problem.result_size) % 4:  # elements are written one by one
-        us += written / WRITTEN_APART + (written / RESIDUAL_APART if problem.has_residual else 0.0)
+        us += written / COST.WRITTEN_APART + (written / COST.RESIDUAL_APART if problem.has_residual else 0.0)
     return us
 
 
@@ -319,6 +297,6 @@ def choose(problem: ConvProblem, device: Device) -> tuple[float, Gemm] | None:
     """The configuration that should be fastest; on a CPU a last resort if no other kernel can run the problem."""
     # a CPU has too few registers for a thread's sums: there direct/batched.cu was up to twice as fast
     if device.backend == "cuda":
-        timed = ((time(problem, config, device), config) for config in configs(problem, device) if refusal(problem, config) is None)
+        timed = ((time(problem, config, device), config) for config in configs(problem, device) if LEGAL.refusal(problem, config) is None)
         return fastest((us, config) for us, config in timed if us is not None)
-    return (LAST_RESORT, CPU_TILE) if refusal(problem, CPU_TILE) is None else None
+    return (LAST_RESORT, CPU_TILE) if LEGAL.refusal(problem, CPU_TILE) is None else None

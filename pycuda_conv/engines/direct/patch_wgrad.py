@@ -6,13 +6,15 @@ It is for layers that suit tensor-core kernels badly: few channels in and many o
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from pycuda_conv.engines.base import Config, fastest
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import accumulator_bytes, arguments, by_axis, ceil, needs_64_bits
-from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Schedule, grid_refusal
+from pycuda_conv.engines.limits import Takes, Tiles
+from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Schedule
 from pycuda_conv.engines.split_sum import reduce_launch
 from pycuda_conv.engines.split_sum import time as reduce_time
 from pycuda_conv.engines.struct import kernel_struct
@@ -35,7 +37,7 @@ PatchWgradArguments = kernel_struct("patch_wgrad", "PatchWgradArguments")
 
 CONFIGS = (PatchWgrad,)
 LAYOUTS = "CNHW", "CHWN"
-TENSOR_CORES = False
+ORDER = ("SLICES",)  # what the order of sums depends on
 MOST_VARIANTS = {"cuda": 24}
 #: Filters and columns of a thread, by the tile of its block.
 TILES = {(64, 64): (8, 4), (64, 32): (8, 4), (32, 64): (4, 8), (16, 64): (4, 8)}
@@ -47,20 +49,6 @@ MOST_PART_BYTES = 1 << 28  # of the parts of all slices
 
 
 # ---- what runs
-
-
-def unsupported(device: Device) -> str | None:
-    """None: the kernels run on every device."""
-    return None
-
-
-def refusal(problem: ConvProblem, config: PatchWgrad) -> str | None:
-    """Why `config` can't run `problem`, or None if it can."""
-    if problem.layout not in LAYOUTS:
-        return "it computes gradients of filters"
-    if (config.BLOCK_M, config.BLOCK_N) not in TILES:
-        return f"(BLOCK_M, BLOCK_N) must be one of {', '.join(map(str, TILES))}"
-    return grid_refusal(_grid(problem, config))
 
 
 def _columns(problem: ConvProblem) -> int:
@@ -77,6 +65,10 @@ def _grid(problem: ConvProblem, config: PatchWgrad) -> int:
     """Blocks of the launch."""
     m_tiles = ceil(problem.K // max(problem.groups, 1), config.BLOCK_M)
     return m_tiles * ceil(_columns(problem), config.BLOCK_N) * problem.groups * config.SLICES
+
+
+TAKES = Takes(("it computes gradients of filters", lambda problem: problem.layout in LAYOUTS))
+LEGAL = Tiles(TAKES, PatchWgrad, blocks=_grid, together={("BLOCK_M", "BLOCK_N"): TILES})
 
 
 # ---- launches
@@ -116,15 +108,6 @@ def _arguments(problem: ConvProblem, config: PatchWgrad) -> Any:
     )  # fmt: skip
 
 
-def filter_key(problem: ConvProblem, config: PatchWgrad) -> None:
-    """None: the kernel reads both arrays as they are."""
-
-
-def sum_order(problem: ConvProblem, config: PatchWgrad) -> Hashable:
-    """Where the sum over pixels is cut."""
-    return PatchWgrad, config.SLICES
-
-
 def variants(device: Device) -> Iterator[VariantSet]:
     """A text for a tile, a type and a layout."""
     if device.backend != "cuda":  # nothing is chosen here on other devices
@@ -139,10 +122,7 @@ def variants(device: Device) -> Iterator[VariantSet]:
 # ---- the choice
 
 
-BEGIN = 3.1  # microseconds of a launch
-STORED = 1.25e6  # bytes of the result, or of a part of it, a microsecond
-LONGER, VOLUME = {16: 1.21, 32: 0.93, 64: 0.98}, 0.88  # relative time beside what is counted: by the rows of a tile; and of volumes
-SECTOR, SCATTERED = 32, 2e6  # bytes that memory writes at once; and bytes of these a microsecond if one element of each is stored
+COST = costs("direct.patch_wgrad")
 
 
 def time(problem: ConvProblem, config: PatchWgrad, device: Device) -> float:
@@ -162,13 +142,13 @@ def time(problem: ConvProblem, config: PatchWgrad, device: Device) -> float:
     blocks, fit = _grid(problem, config), max(1, (256 if wide else 512) // threads)
     steps, deep = ceil(ceil(_pixels(problem), config.SLICES), STEP), max(ceil(blocks, multiprocessors), 1)
     warps = min(fit, deep) * threads / 32
-    busy = deep * steps * step * threads / 32 / (3.1 * warps / (warps + 4)) / 1700
-    waiting = ceil(deep, fit) * steps * 0.6
-    longer = LONGER[config.BLOCK_M] * (VOLUME if problem.has_depth else 1) * (1.45 if problem.itemsize == 2 else 1)
-    us = BEGIN + max(busy, waiting) * longer
-    us += accumulator_bytes(problem) * math.prod(problem.result_shape) / STORED
+    busy = deep * steps * step * threads / 32 / (COST.ISSUED * warps / (warps + 4)) / COST.CLOCK
+    waiting = ceil(deep, fit) * steps * COST.WAIT
+    longer = COST.LONGER[config.BLOCK_M] * (COST.VOLUME if problem.has_depth else 1) * (COST.HALVES if problem.itemsize == 2 else 1)
+    us = COST.BEGIN + max(busy, waiting) * longer
+    us += accumulator_bytes(problem) * math.prod(problem.result_shape) / COST.STORED
     if problem.layout == "CHWN" and math.prod(problem.output_size) > 1:  # neighbouring sums belong to channels, whose filters lie apart
-        us += math.prod(problem.result_shape) * SECTOR / SCATTERED * 132 / multiprocessors
+        us += math.prod(problem.result_shape) * COST.SECTOR / COST.SCATTERED * 132 / multiprocessors
     if config.SLICES > 1:
         us += reduce_time(math.prod(problem.result_shape), config.SLICES, accumulator_bytes(problem), multiprocessors)
     return us
@@ -189,5 +169,5 @@ def choose(problem: ConvProblem, device: Device) -> tuple[float, PatchWgrad] | N
     """The configuration that should be the fastest on a GPU; a CPU has too few registers for a thread's sums."""
     if device.backend != "cuda":
         return None
-    found = ((time(problem, config, device), config) for config in configs(problem, device) if refusal(problem, config) is None)
+    found = ((time(problem, config, device), config) for config in configs(problem, device) if LEGAL.refusal(problem, config) is None)
     return fastest(found)

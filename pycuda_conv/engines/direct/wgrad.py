@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.direct.configs import Made, Wgrad, layer_constants
 from pycuda_conv.engines.geometry import accumulator_bytes, arguments, by_axis, ceil, divider, near_sides
 from pycuda_conv.engines.schedule import STATIC_SHARED_BYTES, grid_refusal
@@ -104,23 +105,22 @@ def wgrad_variants(code: int, acc: int, device: Device) -> Iterator[VariantSet]:
 # ---- time and choice
 
 
-#: direct/wgrad.cu: from MANY_TAPS taps on it takes LONGER times what its pixels and taps say. A filter one tap wide and several high, of a
-#: convolution with a stride along w, takes SKIPPING times as long.
-MANY_TAPS, LONGER, SKIPPING = 81, 1.9, 1.5
+COST = costs("direct.wgrad")
 
 
 def wgrad_time(problem: ConvProblem, config: Wgrad, multiprocessors: int) -> float:
     """A thread waits for memory at each of its pixels; loads and multiplications keep a full multiprocessor busy."""
     filters, taps = config.FILTERS, config.TAPS
     fit = 16 if filters * taps <= 16 else 5 if filters * taps <= 40 else 3  # blocks that fit a multiprocessor by their registers
-    step = 0.3 + fit / 16 * (0.03 * filters + taps * (0.02 + 0.01 * filters))
+    step = COST.WAIT + fit / 16 * (COST.FILTER * filters + taps * (COST.TAP + COST.SUM * filters))
     rounds = max(1.0, _blocks(problem, taps, filters) * config.SLICES / (fit * multiprocessors))
-    us = 0.5 + 1.28 * rounds * ((0.6 if filters == 1 else 1.8) + ceil(ceil(_summed_pixels(problem), config.SLICES), config.THREADS) * step)
+    ends, steps = COST.ENDS[min(filters, 2)], ceil(ceil(_summed_pixels(problem), config.SLICES), config.THREADS)
+    us = COST.BEGIN + COST.MEASURED * rounds * (ends + steps * step)
     all_taps, across = math.prod(problem.output_size), problem.output_size[2]
-    if all_taps >= MANY_TAPS:
-        us *= LONGER
+    if all_taps >= COST.MANY_TAPS:
+        us *= COST.LONGER
     elif all_taps > across == 1 < problem.dilation[2]:  # a strided convolution: columns between its taps are loaded for nothing
-        us *= SKIPPING
+        us *= COST.SKIPPING
     if config.SLICES > 1:
         us += reduce_time(math.prod(problem.result_shape), config.SLICES, accumulator_bytes(problem), multiprocessors)
     return us

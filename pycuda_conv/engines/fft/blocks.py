@@ -15,7 +15,9 @@ from itertools import combinations_with_replacement, product
 from typing import Any
 
 from pycuda_conv.engines.base import AMONG_TRANSFORMS, Config, fastest
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import arguments, bits, by_axis, ceil, filter_strides, needs_64_bits
+from pycuda_conv.engines.limits import NOT_EMPTY, UNIT_STEPS, Takes, Tiles
 from pycuda_conv.engines.schedule import (
     BIAS,
     INPUT,
@@ -55,7 +57,6 @@ BlocksArguments = kernel_struct("blocks.cuh", "BlocksArguments")
 
 CONFIGS = (BlockFft,)
 LAYOUTS = ("NCHW",)
-TENSOR_CORES = False
 MOST_VARIANTS = {"cuda": 96}
 #: blocks.cuh's BATCH, the largest first; its MASKS, SEGMENTS, ENTRY. By BATCH, threads of a block, and blocks whose registers fit a
 #: multiprocessor at once.
@@ -80,11 +81,6 @@ LEAST_TAPS, LEAST_OF_LINE = 100, 2048
 
 
 # ---- what runs
-
-
-def unsupported(device: Device) -> str | None:
-    """None: the kernels run on every device."""
-    return None
 
 
 @cache
@@ -135,28 +131,6 @@ def _is_line(problem: ConvProblem) -> bool:
     return not problem.has_depth and problem.input_size[1] == problem.output_size[1] == problem.filter_size[1] == 1
 
 
-def refusal(problem: ConvProblem, config: BlockFft) -> str | None:
-    """Why `config` can't run `problem`, or None if it can."""
-    for length in config.lengths[not problem.has_depth :]:
-        if factors(length) is None:
-            return f"a length must be 64 times a product of 2 to 5, 8 and 9, from {SHORTEST} to {LONGEST}, not {length}"
-    if config.LENGTH_D > 1 and not problem.has_depth:
-        return f"LENGTH_D must be 1 where there is no depth, not {config.LENGTH_D}"
-    if max(problem.stride) > 1 or max(problem.dilation) > 1:
-        return "it takes filters without stride and dilation"
-    if problem.operand_channels > problem.groups:
-        return "it takes groups of which one channel is read"
-    if problem.is_empty:
-        return "there is nothing to transform"
-    blocks = _Blocks.of(problem, config)
-    if min(blocks.used) < 1:
-        return f"a filter must fit in a block: it has {' x '.join(map(str, problem.filter_size))} taps"
-    spectra = _filters(problem) * math.prod(config.lengths) * BYTES
-    if spectra > MOST_SPECTRA:
-        return f"its filters' spectra take {spectra:,} bytes; at most {MOST_SPECTRA:,} are taken"
-    return grid_refusal(max(_filters(problem), problem.result_channels * blocks.pairs) * config.LENGTH_D * max(config.lengths))
-
-
 def _filters(problem: ConvProblem) -> int:
     """Planes of the filter."""
     return problem.K * (problem.C // problem.groups)
@@ -189,6 +163,25 @@ class _Blocks:
         o, p, q = problem.result_size
         count = ceil(o, max(used_d, 1)), ceil(p, max(used_h, 1)), ceil(q, max(used_w, 1))
         return cls((used_d, used_h, used_w), count, ceil(problem.N * math.prod(count), 2))
+
+
+def _fits(problem: ConvProblem, config: BlockFft) -> str | None:
+    for length in config.lengths[not problem.has_depth :]:
+        if factors(length) is None:
+            return f"a length must be 64 times a product of 2 to 5, 8 and 9, from {SHORTEST} to {LONGEST}, not {length}"
+    if config.LENGTH_D > 1 and not problem.has_depth:
+        return f"LENGTH_D must be 1 where there is no depth, not {config.LENGTH_D}"
+    blocks = _Blocks.of(problem, config)
+    if min(blocks.used) < 1:
+        return f"a filter must fit in a block: it has {' x '.join(map(str, problem.filter_size))} taps"
+    spectra = _filters(problem) * math.prod(config.lengths) * BYTES
+    if spectra > MOST_SPECTRA:
+        return f"its filters' spectra take {spectra:,} bytes; at most {MOST_SPECTRA:,} are taken"
+    return grid_refusal(max(_filters(problem), problem.result_channels * blocks.pairs) * config.LENGTH_D * max(config.lengths))
+
+
+TAKES = Takes(UNIT_STEPS, ("it takes groups of which one channel is read", lambda p: p.operand_channels <= p.groups), NOT_EMPTY)
+LEGAL = Tiles(TAKES, BlockFft, _fits)
 
 
 # ---- launches
@@ -365,11 +358,6 @@ def filter_key(problem: ConvProblem, config: BlockFft) -> Hashable:
     )  # fmt: skip
 
 
-def sum_order(problem: ConvProblem, config: BlockFft) -> Hashable:
-    """The lengths decide all bits."""
-    return config
-
-
 def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each type, batch and number of threads; only on GPUs, where the planner chooses them."""
     if device.backend != "cuda":
@@ -393,14 +381,7 @@ def variants(device: Device) -> Iterator[VariantSet]:
 
 # ---- the choice
 
-#: Microseconds of launches; of 132 multiprocessors for a byte that goes through memory, and besides for each pass of :func:`_passes`; how
-#: much longer it takes by :func:`_batch`; times that a pair's spectrum goes through memory, of a plane and of a volume. Fitted to 12 times
-#: on H200s.
-LAUNCHES, BYTE, PASS = 22.0, 3.0e-7, 5.2e-8
-SLOWER = {8: 1.0, 4: 1.12, 2: 1.19}
-THROUGH, THROUGH_OF_VOLUME = 4.5, 8.5
-#: MACs of a channel's filters that the plain cores of 132 multiprocessors do in a microsecond: transforms have to beat that.
-PLAIN_RATE = 10e6
+COST = costs("fft.blocks")
 #: Lengths of an axis of a plane, and of a volume, that are compared.
 MOST_LENGTHS, MOST_OF_VOLUME = 12, 5
 
@@ -412,10 +393,10 @@ def time(problem: ConvProblem, config: BlockFft, device: Device) -> float:
 
 def _time(problem: ConvProblem, config: BlockFft, batch: int, multiprocessors: int) -> float:
     blocks, threads = _Blocks.of(problem, config), _threads(config, batch)
-    through = THROUGH_OF_VOLUME if config.LENGTH_D > 1 else THROUGH
+    through = COST.THROUGH_OF_VOLUME if config.LENGTH_D > 1 else COST.THROUGH
     spectra = math.prod(config.lengths) * BYTES * through * (_filters(problem) / 2 + problem.result_channels * blocks.pairs)
     passes = [_passes(length, batch, threads) for length in config.lengths if length > 1]
-    return LAUNCHES + spectra * (BYTE + PASS * sum(passes) / len(passes)) * SLOWER[batch] * 132 / multiprocessors
+    return COST.LAUNCHES + spectra * (COST.BYTE + COST.PASS * sum(passes) / len(passes)) * COST.SLOWER[batch] * 132 / multiprocessors
 
 
 @lru_cache(maxsize=1024)
@@ -441,7 +422,7 @@ def _best(problem: ConvProblem, most_shared: int, multiprocessors: int) -> tuple
     timed = []
     for one in found:
         batch = _batch(one, most_shared)
-        if batch and refusal(problem, one) is None:
+        if batch and LEGAL.refusal(problem, one) is None:
             timed.append((_time(problem, one, batch, multiprocessors), one))
     timed.sort(key=lambda pair: (pair[0], -pair[1].LENGTH_W))  # long rows read whole segments of memory
     return tuple(one for _, one in timed[:4])
@@ -463,5 +444,5 @@ def choose(problem: ConvProblem, device: Device) -> tuple[float, BlockFft] | Non
     if found is None or problem.algorithm == "fft":
         return found
     us, config = found
-    plain = problem.macs / PLAIN_RATE * 132 / device.multiprocessors
+    plain = problem.macs / COST.PLAIN_RATE * 132 / device.multiprocessors
     return (us * AMONG_TRANSFORMS if us < plain else us), config

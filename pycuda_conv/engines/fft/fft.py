@@ -17,7 +17,9 @@ from functools import partial
 from typing import Any
 
 from pycuda_conv.engines.base import AMONG_TRANSFORMS, Config, fastest
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import accumulator_bytes, arguments, bits, ceil, filter_strides, needs_64_bits
+from pycuda_conv.engines.limits import NOT_EMPTY, TWO_AXES, UNIT_STEPS, Takes, Tiles
 from pycuda_conv.engines.schedule import (
     BIAS,
     INPUT,
@@ -53,7 +55,6 @@ FftArguments = kernel_struct("fft.cuh", "FftArguments")
 
 CONFIGS = (Fft,)
 LAYOUTS = ("NCHW",)
-TENSOR_CORES = False
 MOST_VARIANTS = {"cuda": 84}
 #: Threads of a block by its tile; and by a tile that is a line, of which the planner has one.
 TILES = {(64, 64): 256, (64, 128): 256, (128, 128): 1024}
@@ -78,11 +79,6 @@ LEAST_TAPS = 100
 # ---- what runs
 
 
-def unsupported(device: Device) -> str | None:
-    """None: the kernels run on every device."""
-    return None
-
-
 def _wide(problem: ConvProblem) -> bool:
     """Whether transforms are float64 for arrays of another type, and results are checked."""
     return problem.dtype != "float64" and problem.algorithm != "fft"
@@ -102,28 +98,6 @@ def _shared_bytes(problem: ConvProblem, config: Fft) -> int:
     """Bytes of shared memory of a block of ``fft/tiles.cu``, with its table of rotations and its list."""
     numbers = config.TILE_H * (config.TILE_W + 1) + max(config.TILE_H, config.TILE_W)
     return numbers * 2 * _number_bytes(problem) + (4 * FEW + 16 if _wide(problem) else 0)
-
-
-def refusal(problem: ConvProblem, config: Fft) -> str | None:
-    """Why `config` can't run `problem`, or None if it can."""
-    if (config.TILE_H, config.TILE_W) not in TILES:
-        return f"(TILE_H, TILE_W) must be one of {', '.join(map(str, TILES))}"
-    if max(problem.stride) > 1 or max(problem.dilation) > 1:
-        return "it takes filters without stride and dilation"
-    if problem.has_depth:
-        return "it takes at most two spatial axes"
-    if problem.is_empty:
-        return "there is nothing to transform"
-    if _shared_bytes(problem, config) > MOST_SHARED_BYTES:
-        return f"it needs {_shared_bytes(problem, config):,} bytes of shared memory; a block has {MOST_SHARED_BYTES:,}"
-    tiles = _Tiles.of(problem, config)
-    if min(tiles.used) < 1:
-        return f"a filter must fit in a tile: it has {problem.filter_size[1]} x {problem.filter_size[2]} taps"
-    if min(tiles.box) < 1:
-        return f"a filter must be larger: it must cover one of the parts of {tiles.part[0]} x {tiles.part[1]} pixels wherever it lies"
-    if _workspace_bytes(problem, tiles) > MOST_WORKSPACE:
-        return f"its spectra take {_workspace_bytes(problem, tiles):,} bytes; at most {MOST_WORKSPACE:,} are taken"
-    return grid_refusal(_largest_grid(problem, tiles))
 
 
 @dataclass(frozen=True)
@@ -189,6 +163,21 @@ def _filters(problem: ConvProblem) -> int:
 def _product_grid(problem: ConvProblem, tiles: _Tiles) -> int:
     rows, columns = ceil(problem.result_channels // problem.groups, ROWS), ceil(tiles.pairs, COLUMNS)
     return columns * tiles.frequencies // THREADS * rows * problem.groups
+
+
+def _fits(problem: ConvProblem, config: Fft) -> str | None:
+    tiles = _Tiles.of(problem, config)
+    if min(tiles.used) < 1:
+        return f"a filter must fit in a tile: it has {problem.filter_size[1]} x {problem.filter_size[2]} taps"
+    if min(tiles.box) < 1:
+        return f"a filter must be larger: it must cover one of the parts of {tiles.part[0]} x {tiles.part[1]} pixels wherever it lies"
+    if _workspace_bytes(problem, tiles) > MOST_WORKSPACE:
+        return f"its spectra take {_workspace_bytes(problem, tiles):,} bytes; at most {MOST_WORKSPACE:,} are taken"
+    return grid_refusal(_largest_grid(problem, tiles))
+
+
+TAKES = Takes(UNIT_STEPS, TWO_AXES, NOT_EMPTY)
+LEGAL = Tiles(TAKES, Fft, _fits, shared=(_shared_bytes, MOST_SHARED_BYTES), together={("TILE_H", "TILE_W"): TILES})
 
 
 # ---- launches
@@ -330,21 +319,14 @@ def _tiles(problem: ConvProblem) -> tuple[tuple[int, int], ...]:
     return TILES_OF_FLOAT64 if _number_bytes(problem) == 8 else TILES_OF_FLOATS
 
 
-#: Microseconds of a multiprocessor of an H200 for a pair of tiles, both ways, divided by its numbers times their log2; the same with
-#: room for several pairs (TOGETHER); and to judge a pair. Fitted to 23 times of 13 large filters on H200s and H100s: root mean
-#: square of the error 11%.
-STAGE, TOGETHER, JUDGED = 7.41e-5, 0.00011, 13.7
-#: MACs of a channel's filters that the plain cores of 132 multiprocessors do in a microsecond: transforms have to beat that.
-PLAIN_RATE = 10e6
-#: How much faster transforms must be predicted than other engines: images with dark areas make them two to nine times slower.
-CLEARLY = 1.2
+COST = costs("fft.fft")
 
 
 def time(problem: ConvProblem, config: Fft, device: Device) -> float:
     """Microseconds that `config` should take: launches, transforms, and spectra that go through memory."""
     tiles, size = _Tiles.of(problem, config), _number_bytes(problem)
     alone = 2 * _shared_bytes(problem, config) > shared_limit(device)
-    pair = tiles.frequencies * math.log2(tiles.frequencies) * (STAGE if alone else TOGETHER) * (size // 4) ** 2
+    pair = tiles.frequencies * math.log2(tiles.frequencies) * (COST.STAGE if alone else COST.TOGETHER) * (size // 4) ** 2
     read, written = (channels * tiles.pairs for channels in (problem.operand_channels, problem.result_channels))
     scale = 132 / device.multiprocessors
     spectrum = 2 * tiles.frequencies * size
@@ -357,13 +339,14 @@ def time(problem: ConvProblem, config: Fft, device: Device) -> float:
     def transforms(count: float, share: float) -> float:
         return rounds(count) * share * pair
 
-    us = 22 + transforms(_filters(problem), 0.5) + JUDGED * rounds(problem.groups * tiles.pairs)
+    us = COST.LAUNCHES + transforms(_filters(problem), 0.5) + COST.JUDGED * rounds(problem.groups * tiles.pairs)
     if not _dense(problem):
         return us + transforms(written, 1.0)
     channels = problem.operand_channels // problem.groups
     product = written * channels * spectrum * (1 / COLUMNS + 1 / ROWS)
     moved = 2 * (read + written) * spectrum
-    return us + 8 + transforms(read, 0.5) + transforms(written, 0.5) + (product / 5e6 + moved / 3.5e6) * scale
+    through = product / COST.PRODUCT_MEMORY + moved / COST.MEMORY
+    return us + COST.DENSE_LAUNCHES + transforms(read, 0.5) + transforms(written, 0.5) + through * scale
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Fft]:
@@ -377,7 +360,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[Fft]:
     most = shared_limit(device)
     for tile in (LINE,) if _is_line(problem) else _tiles(problem):
         config = Fft(*tile)
-        if refusal(problem, config) is None and _shared_bytes(problem, config) <= most:
+        if LEGAL.refusal(problem, config) is None and _shared_bytes(problem, config) <= most:
             yield config
 
 
@@ -386,6 +369,6 @@ def choose(problem: ConvProblem, device: Device) -> tuple[float, Fft] | None:
     found = fastest((time(problem, config, device), config) for config in configs(problem, device))
     if found is None or problem.algorithm == "fft":
         return found
-    us, config = CLEARLY * found[0], found[1]
-    plain = problem.macs / PLAIN_RATE * 132 / device.multiprocessors
+    us, config = COST.CLEARLY * found[0], found[1]
+    plain = problem.macs / COST.PLAIN_RATE * 132 / device.multiprocessors
     return (us * AMONG_TRANSFORMS if us < plain and not _dense(problem) else us), config

@@ -16,6 +16,7 @@ from functools import lru_cache
 from itertools import product
 
 from pycuda_conv.engines.base import BY_RULE, Config
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_strides, needs_64_bits, read_strides, written_strides
 from pycuda_conv.engines.schedule import (
     BIAS,
@@ -47,7 +48,6 @@ LibraryFftArguments = kernel_struct("library_fft", "LibraryFftArguments")
 
 CONFIGS = (LibraryFft,)
 LAYOUTS = "NCHW", "CNHW"
-TENSOR_CORES = False
 MOST_VARIANTS = {"cuda": 4, "opencl": 4}
 #: Threads of a block of library_fft.cu.
 THREADS = 256
@@ -207,11 +207,6 @@ def _finish(problem: ConvProblem, args: Transforms, sums: int, limits: int) -> K
     return KernelLaunch("library_fft", defines, ceil(size, THREADS), THREADS, buffers, (), arguments=finish_args)
 
 
-def filter_key(problem: ConvProblem, config: LibraryFft) -> Hashable:
-    """None: the filter is read as it is."""
-    return None
-
-
 def sum_order(problem: ConvProblem, config: LibraryFft) -> Hashable:
     """One order of sums."""
     return config
@@ -225,13 +220,7 @@ def variants(device: Device) -> Iterator[VariantSet]:
 # ---- the choice
 
 
-#: On a host: microseconds of a core for a unit of :func:`_cost`, of a call, and of a product by the direct kernels, one by one and where
-#: several channels share their loads.
-UNIT_TIME, CALL_TIME, DIRECT_TIME, SHARED_TIME = 3.5e-4, 400.0, 7.5e-4, 2.2e-4
-#: On a GPU: microseconds of a call, and times that each number of a transform, 8 bytes, goes through memory: 3 MB a microsecond.
-GPU_CALL_TIME, GPU_PASSES = 900.0, 16
-#: How much less time transforms must promise than sums of products.
-CLEARLY = 1.2
+COST = costs("fft.library_fft")
 
 
 def time(problem: ConvProblem, config: LibraryFft, device: Device) -> float:
@@ -241,8 +230,8 @@ def time(problem: ConvProblem, config: LibraryFft, device: Device) -> float:
     products, blocks, runs = _products(problem, args.read, args.written), math.prod(args.blocks), 1 + args.magnitudes
     if device.backend == "cuda":
         numbers = math.prod(args.length) * (blocks * planes + filters + blocks * products / 8)
-        return runs * (GPU_CALL_TIME + numbers * 8 * GPU_PASSES / 2 / 3e6 * 132 / device.multiprocessors)
-    return CALL_TIME + runs * _cost(args.length, blocks, filters, planes, products) * UNIT_TIME / max(device.multiprocessors, 1)
+        return runs * (COST.GPU_CALL_TIME + numbers * 8 * COST.GPU_PASSES / 2 / COST.GPU_MEMORY * 132 / device.multiprocessors)
+    return COST.CALL_TIME + runs * _cost(args.length, blocks, filters, planes, products) * COST.UNIT_TIME / max(device.multiprocessors, 1)
 
 
 def worthwhile(problem: ConvProblem, device: Device) -> bool:
@@ -269,7 +258,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[LibraryFft]:
 def choose(problem: ConvProblem, device: Device) -> tuple[float, LibraryFft] | None:
     """Its configuration. On a host it is chosen by rule where it should take less time than sums of products, whose models are of GPUs."""
     for config in configs(problem, device):
-        us = CLEARLY * time(problem, config, device)
+        us = COST.CLEARLY * time(problem, config, device)
         if device.backend == "cuda":
             return us, config
         if problem.algorithm == "fft" or us < _direct(problem, device):
@@ -280,4 +269,4 @@ def choose(problem: ConvProblem, device: Device) -> tuple[float, LibraryFft] | N
 def _direct(problem: ConvProblem, device: Device) -> float:
     """Microseconds of sums of products on a host."""
     shared = problem.operand_channels > problem.groups and problem.result_channels > problem.groups
-    return problem.macs * (SHARED_TIME if shared else DIRECT_TIME) / max(device.multiprocessors, 1)
+    return problem.macs * (COST.SHARED_TIME if shared else COST.DIRECT_TIME) / max(device.multiprocessors, 1)

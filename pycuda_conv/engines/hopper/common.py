@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import Phase, by_axis, row_major
 from pycuda_conv.problem import ConvProblem, Size3
 from pycuda_conv.runtime.base import Device, Im2col, TensorMap
@@ -15,31 +16,8 @@ THREADS = 384  # threads of a producer's warpgroup and two consumers'
 ROW = 128  # bytes of an operand's row in shared memory, as TMA loads it
 CHUNK = 32  # channels that the kernels of cu/hopper/pixel_tiles.cuh write together
 
-# Constants of the time models of engines that read channels-last arrays as they lie, unless an engine has its own.
-# Fitted to 329 times of an earlier hopper/dense.cu on an H200, of 47 problems: root mean square of the error 12%.
-CLOCK = 1850.0  # cycles a microsecond
-ROW_CYCLES = 3.1  # cycles of a tensor load for each row
-FILLED_CYCLES, ODD_CYCLES = 4.7, 9.0  # the same for shorter rows: of a multiple of 32 bytes, and others
-MEMORY = 3.5e6  # bytes a microsecond
-#: For tiles that cu/hopper/pixel_tiles.cuh stores, a microsecond and multiprocessor: bytes of the result, from registers; sums through
-#: shared memory, whatever their type; elements of a residual that are added.
-FINISHED, STAGED, JOINED = 22e3, 5.4e3, 4.5e3
-#: The same elements where runs of 16 bytes are stored from registers. 64 to 256 channels of 32x56x56 took 38.1 us with
-#: a residual on an H200, where this says 38.8.
-JOINED_IN_RUNS = 12e3
-#: Sums a microsecond and multiprocessor that are scaled, shifted and activated, columns past the last channel too; and with an activation
-#: that takes an exponential. Of 17 times of 1x1 layers, 16 to 96 and 24 to 144 channels with ReLU6 and SiLU, on an H200. The second is a
-#: little more than the 8.5e3 that was measured, since other engines' models know no activation.
-SCALED, EXPONENTIAL = 14e3, 10e3
-BEGIN, PER_ROUND = 3.0, 0.65  # microseconds of a launch with its first loads; of each further round of blocks that are not persistent
-ADDED = 17.7e3  # bytes of sums that a multiprocessor of a cluster adds in a microsecond
-
-
-def unsupported(device: Device) -> str | None:
-    """Why kernels for Hopper can't run on `device`, or None if they can."""
-    if device.capability != (9, 0):
-        return "it takes a GPU of compute capability 9.0"
-    return None
+COST = costs("hopper.common")
+CLOCK, MEMORY = COST.CLOCK, COST.MEMORY
 
 
 def most_shared(blocks: int) -> int:
@@ -87,10 +65,11 @@ def image_map(
 def pixel_cycles(nbytes: int) -> float:
     """Cycles that a load takes for each row of a stage, if a pixel has `nbytes`. Rows that TMA has to fill take longer, odd ones most."""
     whole, rest = divmod(nbytes, ROW)
-    return (whole * ROW_CYCLES + (0 if rest == 0 else FILLED_CYCLES if rest % 32 == 0 else ODD_CYCLES)) / (whole + (rest > 0))
+    of_rest = 0 if rest == 0 else COST.FILLED_CYCLES if rest % 32 == 0 else COST.ODD_CYCLES
+    return float((whole * COST.ROW_CYCLES + of_rest) / (whole + (rest > 0)))
 
 
-def finished_time(problem: ConvProblem, rows: int, columns: int, rate: float = FINISHED) -> float:
+def finished_time(problem: ConvProblem, rows: int, columns: int, rate: float = COST.FINISHED) -> float:
     """Microseconds that it takes to finish and store a tile of `rows` pixels and `columns` channels.
 
     Columns past the last channel take no time if sums are stored as they are. If a pixel is no multiple of 16 bytes, all columns go through
@@ -98,11 +77,11 @@ def finished_time(problem: ConvProblem, rows: int, columns: int, rate: float = F
     """
     channels, sums = problem.result_channels, rows * columns
     if channels * problem.itemsize % 16:
-        us, joined = sums / STAGED, JOINED
+        us, joined = sums / COST.STAGED, COST.JOINED
     else:
-        finishing = sums / (EXPONENTIAL if problem.activation in ("silu", "gelu", "gelu_tanh") else SCALED)
+        finishing = sums / (COST.EXPONENTIAL if problem.activation in ("silu", "gelu", "gelu_tanh") else COST.SCALED)
         sums = rows * channels // math.ceil(channels / columns)
-        us, joined = sums * problem.itemsize / rate, JOINED_IN_RUNS
+        us, joined = sums * problem.itemsize / rate, COST.JOINED_IN_RUNS
         if problem.has_scale or problem.has_bias or problem.has_residual or problem.activation:
             us = max(us, finishing)
     return us + (sums / joined if problem.has_residual else 0.0)

@@ -16,7 +16,8 @@ from itertools import product
 from typing import Any
 
 from pycuda_conv.engines.addressing import MOST_PIXELS, PackedLayout, PhaseAddressing, phase_addressing
-from pycuda_conv.engines.base import Config, fastest
+from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import (
     arguments,
     by_axis,
@@ -28,11 +29,8 @@ from pycuda_conv.engines.geometry import (
     too_many_phases,
 )
 from pycuda_conv.engines.hopper.common import (
-    BEGIN,
     CLOCK,
-    FINISHED,
     ROW,
-    ROW_CYCLES,
     at_once,
     finished_time,
     image_map,
@@ -43,12 +41,15 @@ from pycuda_conv.engines.hopper.common import (
     read_bytes,
     stage_channels,
     store_mode,
-    unsupported,
     written_bytes,
+)
+from pycuda_conv.engines.hopper.common import (
+    COST as HOPPER_COST,
 )
 from pycuda_conv.engines.hopper.dense_borders import Region, in_words, regions
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes
 from pycuda_conv.engines.layout import transpose_filter
+from pycuda_conv.engines.limits import HOPPER, Takes, Tiles
 from pycuda_conv.engines.packed_product import repeat_arguments, tap_numbers, written_places
 from pycuda_conv.engines.range_guard import MomentsLayout
 from pycuda_conv.engines.schedule import (
@@ -71,11 +72,6 @@ from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, why_not_one_produc
 from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch, TensorMap
-
-__all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "DenseNhwc", "choose", "configs", "filter_key", "refusal",
-    "schedule", "sum_order", "time", "unsupported", "variants",
-]  # fmt: skip
 
 COLUMNS = (32, 64, 96, 128, 160, 192, 256)  # channels of a tile
 CLUSTERS = (1, 2, 4, 8)  # blocks that share a tile: a cluster has at most 8
@@ -121,7 +117,9 @@ class DensePairs(DenseNhwc):
 
 CONFIGS = (DenseNhwc, DensePairs)
 LAYOUTS = ("NHWC",)
+RUNS_ON = HOPPER
 TENSOR_CORES = True
+ORDER = ("CLUSTER",)  # what the order of sums depends on
 MOST_VARIANTS = {"cuda": 173}
 
 
@@ -148,43 +146,20 @@ def _addressed(problem: ConvProblem) -> tuple[PackedLayout, tuple[PhaseAddressin
     return found
 
 
-def why_not(problem: ConvProblem) -> str | None:
-    """Why the kernel can't run `problem`, or None if it can."""
-    if problem.layout != "NHWC":
-        return "it takes arrays with their channels last"
-    if problem.groups > 1 and (problem.direction != "fprop" or _summed(problem) * problem.itemsize % ROW):
-        return "it takes groups forward, with channels of a multiple of 128 bytes"
-    reason = why_not_one_product(problem)
-    if reason:
-        return reason
-    if problem.operand_channels * problem.itemsize % 16:
-        return "tensor loads take a pixel's channels, of a multiple of 16 bytes"
-    if problem.N * max(math.prod(problem.result_size), math.prod(problem.operand_size)) >= MOST_PIXELS:
-        return "it counts pixels in 32 bits"
-    reason = too_many_phases(problem, besides_repeats=True)
-    if reason:
-        return reason
-    return None if _form(problem) else "tensor loads can't make its padding or dilation"
-
-
 def _summed(problem: ConvProblem) -> int:
     """Channels of the input over which a result sums: those of its group."""
     return problem.operand_channels // problem.groups
 
 
-def refusal(problem: ConvProblem, config: DenseNhwc) -> str | None:
-    """Why `config` can't run `problem`, or None if it can."""
-    reason = why_not(problem)
-    if reason:
-        return reason
-    if config.BLOCK_M not in (64, 128) or config.BLOCK_N not in COLUMNS or (config.BLOCK_M == 64 and config.BLOCK_N > 128):
-        return f"a tile has 128 pixels and {', '.join(map(str, COLUMNS))} channels, or 64 pixels and up to 128 channels"
+def _fits(problem: ConvProblem, config: DenseNhwc) -> str | None:
+    if config.BLOCK_M == 64 and config.BLOCK_N > 128:
+        return "a tile of 64 pixels has up to 128 channels"
     if problem.groups > 1 and problem.result_channels // problem.groups % config.BLOCK_N:
         return "a tile lies in one group"
     if config.BLOCK_N == 256 and problem.has_residual:
         return "a tile of 256 channels leaves no registers for a residual"
-    if config.CLUSTER not in CLUSTERS or (config.CLUSTER > 1 and config.BLOCK_N > 128):
-        return f"a tile of up to 128 channels is shared by {', '.join(map(str, CLUSTERS))} blocks"
+    if config.CLUSTER > 1 and config.BLOCK_N > 128:
+        return "blocks share tiles of up to 128 channels"
     if config.CLUSTER > 1 and sum_bytes(config.BLOCK_M, config.BLOCK_N) > config.STAGES * _ring(config, False).stage:
         return "its ring leaves no room for the sums of a tile that is shared"
     if isinstance(config, DensePairs) and (reason := _no_pairs(problem, config)):
@@ -201,6 +176,21 @@ def _no_pairs(problem: ConvProblem, config: DensePairs) -> str | None:
     if problem.direction == "dgrad" and problem.itemsize == 4:
         return "in float32 pairs go forwards"
     return "pairs have equally many tiles" if ceil(problem.result_channels, config.BLOCK_N) % 2 else None
+
+
+TAKES = Takes(
+    ("it takes arrays with their channels last", lambda p: p.layout == "NHWC"),
+    (
+        "it takes groups forward, with channels of a multiple of 128 bytes",
+        lambda p: p.groups <= 1 or (p.direction == "fprop" and _summed(p) * p.itemsize % ROW == 0),
+    ),
+    why_not_one_product,
+    ("tensor loads take a pixel's channels, of a multiple of 16 bytes", lambda p: p.operand_channels * p.itemsize % 16 == 0),
+    ("it counts pixels in 32 bits", lambda p: p.N * max(math.prod(p.result_size), math.prod(p.operand_size)) < MOST_PIXELS),
+    lambda p: too_many_phases(p, besides_repeats=True),
+    ("tensor loads can't make its padding or dilation", lambda p: _form(p) is not None),
+)  # fmt: skip
+LEGAL = Tiles(TAKES, DenseNhwc, _fits, BLOCK_M=(64, 128), BLOCK_N=COLUMNS, CLUSTER=CLUSTERS)
 
 
 def _blocks_per_sm(config: DenseNhwc) -> int:
@@ -271,15 +261,15 @@ SIDES = (64, 64), (128, 128)
 def adds_border(source: ConvProblem, problem: ConvProblem, config: DenseNhwc) -> bool:
     """Whether :func:`schedule` takes the image of `source`, which has a border, for the wider one of `problem`: sums are whole there."""
     alone = config.CLUSTER == 1 and not isinstance(config, DensePairs)
-    return alone and not source.input_dtype and why_not(problem) is None and regions(source) is not None
+    return alone and not source.input_dtype and TAKES.why_not(problem) is None and regions(source) is not None
 
 
-SIDES_TIME = 1.5  # microseconds of each launch of a result's sides, beside that of the interior
+COST = costs("hopper.dense")
 
 
 def border_time(source: ConvProblem, config: DenseNhwc) -> float:
     """Microseconds that the sides of a result take beside the time of the wider image's."""
-    return SIDES_TIME * ceil(len(regions(source) or ()) - 1, PHASES)
+    return COST.SIDES_TIME * ceil(len(regions(source) or ()) - 1, PHASES)
 
 
 def schedule(problem: ConvProblem, config: DenseNhwc, device: Device, with_moments: bool = False) -> Schedule:
@@ -450,11 +440,6 @@ def filter_key(problem: ConvProblem, config: DenseNhwc) -> Hashable:
     return "transposed", problem.direction, problem.dtype, problem.C, problem.K, problem.filter_size
 
 
-def sum_order(problem: ConvProblem, config: DenseNhwc) -> Hashable:
-    """How many blocks cut a sum; all tiles sum the stages in the same order."""
-    return config.CLUSTER
-
-
 def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each tile, cluster, type, filter layout, and for one or more phases."""
     for (rows, columns), clusters in (PHASED_TILES | TILES).items():
@@ -482,50 +467,27 @@ def _is_listed(d: Mapping[str, int]) -> bool:
 # ---- the choice
 
 
-
 def configs(problem: ConvProblem, device: Device) -> Iterator[DenseNhwc]:
     """The configurations worth comparing for `problem`."""
-    if why_not(problem):
+    if TAKES.why_not(problem):
         return
     addressings = _addressed(problem)[1]
     blocks, mn_major = _blocks(problem, addressings[0]), _reads_mn_major(problem)
     for (rows, columns), clusters in (TILES if count_phases(problem) == 1 else PHASED_TILES).items():
         for cluster in clusters:
             config = DenseNhwc(rows, columns, _max_stages(rows, columns, cluster, mn_major), cluster)
-            if (cluster == 1 or blocks >= 2 * cluster) and refusal(problem, config) is None:
+            if (cluster == 1 or blocks >= 2 * cluster) and LEGAL.refusal(problem, config) is None:
                 yield config
     for rows, columns in PAIRED_TILES:
         pairs = DensePairs(rows, columns, _max_stages(rows, columns, 1, mn_major))
-        if refusal(problem, pairs) is None:
+        if LEGAL.refusal(problem, pairs) is None:
             yield pairs
-
-
-# Fitted to 539 times of 56 problems, half of them of few pixels and long sums, 16 bits and TF32, on an H200: root mean square of the error
-# 13% (before, by 221 times of 70 problems, 17% of these). hopper/common.py has the shared constants.
-CALIBRATION = 0.855
-#: Relative time of a load of a tile of 64 pixels, of which two share a multiprocessor and its loads.
-SMALL_TILE = 1.28
-MULTIPLIED = 1.55  # relative time of products beside loads, of the tensor cores' peak
-#: Bytes a microsecond and multiprocessor of shared sums; bytes a microsecond of memory; microseconds of each further round of clusters.
-ADDED, MEMORY, PER_ROUND = 12570.0, 3.67e6, 0.16
-#: Relative times of blocks of 64-pixel tiles in two rounds; and of clusters in more than two.
-TWO_ROUNDS, MORE_ROUNDS = 0.73, 1.02
-WIDEST_FINISHED = 24.2e3  # FINISHED of the widest tile, which has fewer registers for it
-CACHE_RATE = 4.42e6  # bytes of pixels that all multiprocessors together load from the L2 cache in a microsecond
-PER_LAUNCH = 0.4  # microseconds of each further launch
-#: Microseconds that a launch takes more: with blocks for half of the multiprocessors or less; with more; with clusters, by size.
-HALF_FULL, FULL, CLUSTERED = -0.5, 0.64, {2: 0.48, 4: 0.67}
-#: Relative time of a pixel's load that two blocks share; and microseconds that a launch of pairs takes more.
-PAIRED, PAIRS = 0.6, 0.3
-PARTS_OF_LINES = 0.6e6  # bytes of the result a microsecond if each phase writes parts of cache lines
-#: Relative times of a load of a volume; and if a pixel has 32 bytes besides rows of 128.
-VOLUME, VOLUME_NARROW = 1.35, 1.45
 
 
 def _filter_cycles(problem: ConvProblem, config: DenseNhwc, mn_major: bool) -> float:
     """Cycles that loads of the filter take in a stage. Rows of a tile past the result's last channel are not loaded."""
     if not mn_major:
-        return min(config.BLOCK_N, problem.result_channels) * ROW_CYCLES
+        return min(config.BLOCK_N, problem.result_channels) * HOPPER_COST.ROW_CYCLES
     wide = min(stage_channels(problem), config.BLOCK_N)
     channels = min(problem.result_channels, ceil(config.BLOCK_N, wide) * wide)
     stages = ceil(problem.operand_channels, stage_channels(problem))  # of a tap; the last stage has fewer rows of k
@@ -540,19 +502,19 @@ def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:
     mn_major, shared, size = _reads_mn_major(problem), config.CLUSTER > 1, problem.itemsize
     pixel, slower = _summed(problem) * size, 1.0
     if addressings[0].spatial_dims == 3:
-        slower = VOLUME_NARROW if pixel % ROW == 32 else VOLUME
+        slower = COST.VOLUME_NARROW if pixel % ROW == 32 else COST.VOLUME
     channel_blocks = ceil(_summed(problem), stage_channels(problem))
     cycles = pixel_cycles(pixel)
     if pixel % ROW == _last_row(problem):
-        cycles = ROW_CYCLES
+        cycles = HOPPER_COST.ROW_CYCLES
     pairs = isinstance(config, DensePairs)
-    of_pixels = config.BLOCK_M * cycles * slower * (PAIRED if pairs else 1.0)
-    loads = (of_pixels + _filter_cycles(problem, config, mn_major)) * (SMALL_TILE if config.BLOCK_M == 64 else 1.0)
+    loads = config.BLOCK_M * cycles * slower * (COST.PAIRED if pairs else 1.0) + _filter_cycles(problem, config, mn_major)
+    loads *= COST.SMALL_TILE if config.BLOCK_M == 64 else 1.0
     filled = 1 - (1 - _last_steps(problem) / STEPS) / channel_blocks  # part of the steps of a tap's stages that are multiplied
-    step = max(MULTIPLIED * 2 * config.BLOCK_N * config.BLOCK_M / 64 * filled, loads) / CLOCK
-    rate = WIDEST_FINISHED if config.BLOCK_N > MOMENTS_COLUMNS else FINISHED
+    step = max(COST.MULTIPLIED * 2 * config.BLOCK_N * config.BLOCK_M / 64 * filled, loads) / CLOCK
+    rate = COST.WIDEST_FINISHED if config.BLOCK_N > MOMENTS_COLUMNS else HOPPER_COST.FINISHED
     sums = config.BLOCK_M * config.BLOCK_N
-    end = sums * 4 / ADDED if shared else finished_time(problem, config.BLOCK_M, config.BLOCK_N, rate)
+    end = sums * 4 / COST.ADDED if shared else finished_time(problem, config.BLOCK_M, config.BLOCK_N, rate)
     slots = at_once(device, config.CLUSTER)
     us, all_jobs, loaded = 0.0, 0, 0.0
     for group in _launches(addressings):
@@ -561,26 +523,22 @@ def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:
         mean = sum(map(operator.mul, jobs, works)) / sum(jobs)
         rounds = ceil(sum(jobs), slots)
         if rounds == 2 and config.BLOCK_M == 64:
-            mean *= TWO_ROUNDS
+            mean *= COST.TWO_ROUNDS
         elif rounds > 2 and shared:
-            mean *= MORE_ROUNDS
+            mean *= COST.MORE_ROUNDS
         all_jobs += sum(jobs)
-        us += (PER_LAUNCH if us else BEGIN) + max(*works, 0.0, rounds * mean + (PER_ROUND * (rounds - 1) if shared else 0))
+        further = COST.PER_ROUND * (rounds - 1) if shared else 0
+        us += (COST.PER_LAUNCH if us else HOPPER_COST.BEGIN) + max(*works, 0.0, rounds * mean + further)
         loaded += sum(math.prod(_tiles(problem, config, one)) * _blocks(problem, one) for one in group) / count_phases(problem)
-    us += CLUSTERED.get(config.CLUSTER, 0.0) if shared else HALF_FULL if 2 * all_jobs <= device.multiprocessors else FULL
-    us += PAIRS if pairs else 0.0
+    us += COST.CLUSTERED.get(config.CLUSTER, 0.0) if shared else COST.HALF_FULL if 2 * all_jobs <= device.multiprocessors else COST.FULL
+    us += COST.PAIRS if pairs else 0.0
     # blocks of the same pixels and other channels or phases load them together; all else comes from the L2 cache again
     loaded *= config.BLOCK_M * min(pixel, ROW) / ceil(problem.result_channels // problem.groups, config.BLOCK_N)
-    us = max(us, BEGIN + loaded / CACHE_RATE)
+    us = max(us, HOPPER_COST.BEGIN + loaded / COST.CACHE_RATE)
     moved = read_bytes(problem) + written_bytes(problem) + size * math.prod(problem.weight_shape)
     result_bytes = size * math.prod(problem.result_shape)
     if many > 1 and problem.result_channels * size < ROW:  # each phase writes parts of cache lines
-        us = max(us, result_bytes / PARTS_OF_LINES)
+        us = max(us, result_bytes / COST.PARTS_OF_LINES)
     lies = problem.direction == "fprop" or mn_major or _transposes(problem, config, device)
-    transposed = 0 if lies else transpose_filter.TIME + 2 * size * math.prod(problem.weight_shape) / MEMORY
-    return CALIBRATION * max(us, BEGIN + moved / MEMORY) + transposed
-
-
-def choose(problem: ConvProblem, device: Device) -> tuple[float, DenseNhwc] | None:
-    """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
-    return fastest((time(problem, config, device), config) for config in configs(problem, device))
+    transposed = 0 if lies else transpose_filter.TIME + 2 * size * math.prod(problem.weight_shape) / COST.MEMORY
+    return COST.CALIBRATION * max(us, HOPPER_COST.BEGIN + moved / COST.MEMORY) + transposed

@@ -14,14 +14,12 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from pycuda_conv.engines.addressing import MOST_PIXELS
-from pycuda_conv.engines.base import Config, fastest
+from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_strides, phases
 from pycuda_conv.engines.hopper.common import (
-    ADDED,
-    BEGIN,
     CLOCK,
     MEMORY,
-    PER_ROUND,
     ROW,
     at_once,
     finished_time,
@@ -30,11 +28,14 @@ from pycuda_conv.engines.hopper.common import (
     read_bytes,
     stage_channels,
     store_mode,
-    unsupported,
     written_bytes,
+)
+from pycuda_conv.engines.hopper.common import (
+    COST as HOPPER_COST,
 )
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes
 from pycuda_conv.engines.layout import transpose_filter
+from pycuda_conv.engines.limits import HOPPER, Takes, Tiles
 from pycuda_conv.engines.packed_product import written_places
 from pycuda_conv.engines.schedule import (
     BIAS,
@@ -54,11 +55,6 @@ from pycuda_conv.engines.tensor_cores import ELEMENTS, why_not_one_product
 from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch, TensorMap
-
-__all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "GatherNhwc", "choose", "configs", "filter_key", "refusal",
-    "schedule", "sum_order", "time", "unsupported", "variants",
-]  # fmt: skip
 
 COLUMNS = (32, 64, 96, 128)  # channels of a tile
 CLUSTERS = (1, 2, 4, 8)  # blocks that share a tile
@@ -82,7 +78,9 @@ class GatherNhwc(Config):
 
 CONFIGS = (GatherNhwc,)
 LAYOUTS = ("NHWC",)
+RUNS_ON = HOPPER
 TENSOR_CORES = True
+ORDER = ("CLUSTER",)  # what the order of sums depends on
 MOST_VARIANTS = {"cuda": 36}
 
 
@@ -113,37 +111,21 @@ def _runs(problem: ConvProblem) -> _Runs:
     return _Runs((t, r, s), channels, copy(channels))
 
 
-def why_not(problem: ConvProblem) -> str | None:
-    """Why the kernel can't run `problem`, or None if it can."""
-    if problem.layout != "NHWC" or problem.groups != 1:
-        return "it takes arrays with their channels last, of one group"
-    reason = why_not_one_product(problem)
-    if reason:
-        return reason
-    if problem.direction == "dgrad" and problem.stride != (1, 1, 1):
-        return "it computes gradients of convolutions without stride"
-    if not _runs(problem).copy:
-        return "its copies are of 4 bytes"
-    if problem.largest_array >= 2**31 or problem.N * math.prod(problem.result_size) >= MOST_PIXELS:
-        return "it counts elements and pixels in 32 bits"
-    if sum(_runs(problem).taps) > MOST_TAPS:
-        return f"its masks have {MOST_TAPS} taps: of rows, columns and slices"
-    return None
-
-
-def refusal(problem: ConvProblem, config: GatherNhwc) -> str | None:
-    """Why `config` can't run `problem`, or None if it can."""
-    reason = why_not(problem)
-    if reason:
-        return reason
-    if config.BLOCK_M not in (64, 128) or config.BLOCK_N not in COLUMNS:
-        return f"a tile has 64 or 128 pixels and {', '.join(map(str, COLUMNS))} channels"
-    if config.CLUSTER not in CLUSTERS:
-        return f"a tile is shared by {', '.join(map(str, CLUSTERS))} blocks"
+def _fits(problem: ConvProblem, config: GatherNhwc) -> str | None:
     ring = _ring(config)
     if config.CLUSTER > 1 and sum_bytes(config.BLOCK_M, config.BLOCK_N) > config.STAGES * ring.stage:
         return "its ring leaves no room for the sums of a tile that is shared"
     return ring.refusal(config.STAGES, config.CLUSTER)
+
+
+TAKES = Takes(
+    ("it takes arrays with their channels last, of one group", lambda p: p.layout == "NHWC" and p.groups == 1), why_not_one_product,
+    ("it computes gradients of convolutions without stride", lambda p: p.direction != "dgrad" or p.stride == (1, 1, 1)),
+    ("its copies are of 4 bytes", lambda p: _runs(p).copy > 0),
+    ("it counts elements and pixels in 32 bits", lambda p: p.largest_array < 2**31 and p.N * math.prod(p.result_size) < MOST_PIXELS),
+    (f"its masks have {MOST_TAPS} taps: of rows, columns and slices", lambda p: sum(_runs(p).taps) <= MOST_TAPS),
+)  # fmt: skip
+LEGAL = Tiles(TAKES, GatherNhwc, _fits, BLOCK_M=(64, 128), BLOCK_N=COLUMNS, CLUSTER=CLUSTERS)
 
 
 def _blocks_per_sm(config: GatherNhwc) -> int:
@@ -255,11 +237,6 @@ def filter_key(problem: ConvProblem, config: GatherNhwc) -> Hashable:
     return "gathered", problem.direction, problem.dtype, problem.C, problem.K, problem.filter_size
 
 
-def sum_order(problem: ConvProblem, config: GatherNhwc) -> Hashable:
-    """How many blocks cut a sum; all tiles sum the stages in the same order."""
-    return config.CLUSTER
-
-
 def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each tile and type, and each size of copies. The texts that transpose filters are listed by another engine."""
     for (rows, columns), clusters in TILES.items():
@@ -273,41 +250,33 @@ def variants(device: Device) -> Iterator[VariantSet]:
 
 # ---- the choice
 
-#: Cycles of a multiprocessor to copy a row of a stage, by the bytes of a copy; and to round it. On an H200 16-byte copies of 16-bit tiles
-#: took 6.1 to 8.7, whether two small tiles shared a multiprocessor or not.
-COPY_CYCLES, ROUND_CYCLES = {16: 6.0, 4: 10.0}, 2.0
-MULTIPLIED = 2.1  # relative time of products beside loads, of the tensor cores' peak
+COST = costs("hopper.gather")
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[GatherNhwc]:
     """The configurations worth comparing for `problem`; none if tensor loads leave no gaps."""
-    if why_not(problem) or problem.operand_channels * problem.itemsize % ROW == 0:
+    if TAKES.why_not(problem) or problem.operand_channels * problem.itemsize % ROW == 0:
         return
     for (rows, columns), clusters in TILES.items():
         for cluster in clusters:
             config = GatherNhwc(rows, columns, _max_stages(rows, columns, cluster), cluster)
-            if (cluster == 1 or _stages(problem) >= 2 * cluster) and refusal(problem, config) is None:
+            if (cluster == 1 or _stages(problem) >= 2 * cluster) and LEGAL.refusal(problem, config) is None:
                 yield config
 
 
 def time(problem: ConvProblem, config: GatherNhwc, device: Device) -> float:
     """Microseconds that `config` should take: copies or arithmetic, stores, rounds of tiles; and bytes from and to memory."""
     shared, size = config.CLUSTER > 1, problem.itemsize
-    copies = config.BLOCK_M * (COPY_CYCLES[_runs(problem).copy] + (ROUND_CYCLES if size == 4 else 0))
-    step = max(MULTIPLIED * 2 * config.BLOCK_N * config.BLOCK_M / 64, copies) / CLOCK
+    copies = config.BLOCK_M * (COST.COPY_CYCLES[_runs(problem).copy] + (COST.ROUND_CYCLES if size == 4 else 0))
+    step = max(COST.MULTIPLIED * 2 * config.BLOCK_N * config.BLOCK_M / 64, copies) / CLOCK
     sums = config.BLOCK_M * config.BLOCK_N
-    end = sums * 4 / ADDED if shared else finished_time(problem, config.BLOCK_M, config.BLOCK_N)
+    end = sums * 4 / HOPPER_COST.ADDED if shared else finished_time(problem, config.BLOCK_M, config.BLOCK_N)
     slots, jobs = at_once(device, config.CLUSTER), math.prod(_tiles(problem, config)) * config.CLUSTER
     work = ceil(_stages(problem), config.CLUSTER) * step + end
     rounds = ceil(jobs, slots)
-    us = BEGIN + max(work, rounds * work + (PER_ROUND * (rounds - 1) if shared else 0))
+    us = HOPPER_COST.BEGIN + max(work, rounds * work + (HOPPER_COST.PER_ROUND * (rounds - 1) if shared else 0))
     elements = math.prod(problem.filter_size) * problem.operand_channels
     moved = read_bytes(problem) + written_bytes(problem) + size * math.prod(problem.weight_shape)
     lies = problem.direction == "fprop" and elements * size % 16 == 0
     transposed = 0 if lies else transpose_filter.TIME + 2 * size * math.prod(problem.weight_shape) / MEMORY
-    return max(us, BEGIN + moved / MEMORY) + transposed
-
-
-def choose(problem: ConvProblem, device: Device) -> tuple[float, GatherNhwc] | None:
-    """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
-    return fastest((time(problem, config, device), config) for config in configs(problem, device))
+    return max(us, HOPPER_COST.BEGIN + moved / MEMORY) + transposed

@@ -7,25 +7,22 @@ Tiles go on from one image to the next. Threads load what a tile reads, so one l
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from pycuda_conv.engines.addressing import MOST_PIXELS
-from pycuda_conv.engines.base import Config, fastest
+from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, pixel_by_pixel
-from pycuda_conv.engines.hopper.common import CLOCK, ROW, at_once, map_type, most_shared, stage_channels, unsupported
+from pycuda_conv.engines.hopper.common import CLOCK, ROW, at_once, map_type, most_shared, stage_channels
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes
+from pycuda_conv.engines.limits import HOPPER, ONE_GROUP, Takes, Tiles
 from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, why_not_one_product
 from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, TensorMap
-
-__all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "GatheredPlanes", "choose", "configs", "filter_key",
-    "refusal", "schedule", "sum_order", "time", "unsupported", "variants",
-]  # fmt: skip
 
 #: The tiles: (BLOCK_M, BLOCK_N) -> (CLUSTER, GROUPS) choices.
 TILES: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {
@@ -51,48 +48,38 @@ class GatheredPlanes(Config):
 
 CONFIGS = (GatheredPlanes,)
 LAYOUTS = ("NCHW",)
+RUNS_ON = HOPPER
 TENSOR_CORES = True
+ORDER = ("CLUSTER",)  # what the order of sums depends on
 MOST_VARIANTS = {"cuda": 60}
 
 
 # ---- what runs
 
 
-def why_not(problem: ConvProblem) -> str | None:
-    """Why the kernel can't run `problem`, or None if it can."""
-    if problem.groups != 1:
-        return "it takes arrays of one group"
-    reason = why_not_one_product(problem)
-    if reason:
-        return reason
-    if problem.filter_size != (1, 1, 1):
-        return "it takes 1x1 filters"
-    if not _gathers_filter(problem) and problem.weight_shape[1] * problem.itemsize % 16:
-        return "tensor loads take rows of the filter of a multiple of 16 bytes"
-    if problem.largest_array >= 2**31 or problem.N * math.prod(problem.result_size) >= MOST_PIXELS:
-        return "it counts elements and pixels in 32 bits"
-    return None
+def _fits(problem: ConvProblem, config: GatheredPlanes) -> str | None:
+    shares, ring = TILES[config.BLOCK_M, config.BLOCK_N], _ring(config)
+    if (config.CLUSTER, config.GROUPS) not in shares:
+        return f"its blocks and groups are {', '.join(f'{blocks} and {groups}' for blocks, groups in shares)}"
+    if sum_bytes(config.BLOCK_M, config.BLOCK_N) > config.STAGES * ring.stage:
+        return "its ring leaves no room for the sums of a tile"
+    return ring.refusal(config.STAGES, config.CLUSTER)
+
+
+TAKES = Takes(
+    ONE_GROUP, why_not_one_product, ("it takes 1x1 filters", lambda p: p.filter_size == (1, 1, 1)),
+    (
+        "tensor loads take rows of the filter of a multiple of 16 bytes",
+        lambda p: _gathers_filter(p) or p.weight_shape[1] * p.itemsize % 16 == 0,
+    ),
+    ("it counts elements and pixels in 32 bits", lambda p: p.largest_array < 2**31 and p.N * math.prod(p.result_size) < MOST_PIXELS),
+)  # fmt: skip
+LEGAL = Tiles(TAKES, GatheredPlanes, _fits, together={("BLOCK_M", "BLOCK_N"): TILES})
 
 
 def _gathers_filter(problem: ConvProblem) -> bool:
     """Whether threads load the filter, because wgmma can't read it as it lies."""
     return problem.direction == "dgrad" and problem.itemsize == 4
-
-
-def refusal(problem: ConvProblem, config: GatheredPlanes) -> str | None:
-    """Why `config` can't run `problem`, or None if it can."""
-    reason = why_not(problem)
-    if reason:
-        return reason
-    if (config.BLOCK_M, config.BLOCK_N) not in TILES:
-        return f"its tiles are of {', '.join(f'{rows} x {pixels}' for rows, pixels in TILES)} channels and pixels"
-    shares = TILES[config.BLOCK_M, config.BLOCK_N]
-    if (config.CLUSTER, config.GROUPS) not in shares:
-        return f"its blocks and groups are {', '.join(f'{blocks} and {groups}' for blocks, groups in shares)}"
-    ring = _ring(config)
-    if sum_bytes(config.BLOCK_M, config.BLOCK_N) > config.STAGES * ring.stage:
-        return "its ring leaves no room for the sums of a tile"
-    return ring.refusal(config.STAGES, config.CLUSTER)
 
 
 def _blocks_per_sm(config: GatheredPlanes) -> int:
@@ -164,15 +151,6 @@ def _tiles(problem: ConvProblem, config: GatheredPlanes) -> tuple[int, int, int]
     return ceil(problem.result_channels, config.BLOCK_M), ceil(pixels, config.BLOCK_N), steps
 
 
-def filter_key(problem: ConvProblem, config: GatheredPlanes) -> None:
-    """None: nothing is packed."""
-
-
-def sum_order(problem: ConvProblem, config: GatheredPlanes) -> Hashable:
-    """How many blocks cut a sum."""
-    return config.CLUSTER
-
-
 def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each tile, CLUSTER, type and direction."""
     for (rows, pixels), shares in TILES.items():
@@ -186,20 +164,12 @@ def variants(device: Device) -> Iterator[VariantSet]:
 
 # ---- the choice
 
-# Fitted to 218 times of 31 layers on an H100: root mean square of the error 13%. The chosen tile took 2.5% longer than the
-# best in the mean.
-BEGIN, PER_ROUND = 2.97, 1.5  # microseconds of a launch with its first loads, and of each further round of blocks
-WAIT = 0.566  # microseconds that a group waits for its loads of a stage
-GATHERED = 3.5  # cycles of a multiprocessor for a load of 32 elements, or of 64 as pairs
-MULTIPLIED = 2.43  # relative time of products, of the tensor cores' peak
-STORED = 14.1e3  # sums that a multiprocessor writes in a microsecond
-JOINED = 0.75  # microseconds that blocks wait for one another before they add shared sums
-MEMORY = 1.71e6  # bytes a microsecond
+COST = costs("hopper.gathered_planes")
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[GatheredPlanes]:
     """The configurations worth comparing for `problem`."""
-    if why_not(problem):
+    if TAKES.why_not(problem):
         return
     for (rows, pixels), shares in TILES.items():
         for cluster, groups in shares:
@@ -213,19 +183,14 @@ def time(problem: ConvProblem, config: GatheredPlanes, device: Device) -> float:
     """Microseconds that `config` should take: loads or products of a stage, or the wait for them; stores, rounds; or memory."""
     (down, across, steps), shared = _tiles(problem, config), config.CLUSTER > 1
     rows = config.BLOCK_N + (config.BLOCK_M if _gathers_filter(problem) else 0)
-    loads = GATHERED * stage_channels(problem) * rows / (64 if _wide(problem) else 32)
-    busy = max(loads, MULTIPLIED * config.BLOCK_M * config.BLOCK_N / 32) / CLOCK
+    loads = COST.GATHERED * stage_channels(problem) * rows / (64 if _wide(problem) else 32)
+    busy = max(loads, COST.MULTIPLIED * config.BLOCK_M * config.BLOCK_N / 32) / CLOCK
     slots, beside, blocks = at_once(device, config.CLUSTER), _blocks_per_sm(config), down * across * config.CLUSTER
     rounds, together = ceil(blocks, slots * beside), min(beside, ceil(blocks, slots))
-    end = config.BLOCK_M * config.BLOCK_N / config.CLUSTER / STORED + (JOINED if shared else 0)
-    work = ceil(steps, config.CLUSTER) * (WAIT / config.GROUPS + busy * together) + end * together
+    end = config.BLOCK_M * config.BLOCK_N / config.CLUSTER / COST.STORED + (COST.JOINED if shared else 0)
+    work = ceil(steps, config.CLUSTER) * (COST.WAIT / config.GROUPS + busy * together) + end * together
     # rows and slices that a stride steps over are not read; columns are, with their neighbours
     stepped = problem.stride[0] * problem.stride[1] if problem.direction == "fprop" else 1
     read = problem.N * problem.operand_channels * math.prod(problem.operand_size) // stepped
     moved = problem.itemsize * (read + math.prod(problem.result_shape) + math.prod(problem.weight_shape))
-    return BEGIN + max(rounds * work + PER_ROUND * (rounds - 1), moved / MEMORY)
-
-
-def choose(problem: ConvProblem, device: Device) -> tuple[float, GatheredPlanes] | None:
-    """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
-    return fastest((time(problem, config, device), config) for config in configs(problem, device))
+    return COST.BEGIN + max(rounds * work + COST.PER_ROUND * (rounds - 1), moved / COST.MEMORY)

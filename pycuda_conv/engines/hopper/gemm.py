@@ -14,7 +14,7 @@ from typing import Any
 from pycuda_conv.engines import packing
 from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing, filter_sizes, packed_key, row_blocks
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil
-from pycuda_conv.engines.hopper.common import THREADS, unsupported
+from pycuda_conv.engines.hopper.common import THREADS
 from pycuda_conv.engines.hopper.gemm_tiles import (
     KERNEL,
     PHASES,
@@ -39,8 +39,9 @@ from pycuda_conv.engines.hopper.gemm_tiles import (
     tiles_of,
     whole_rows,
 )
-from pycuda_conv.engines.hopper.gemm_time import choose, configs, time
+from pycuda_conv.engines.hopper.gemm_time import configs, time
 from pycuda_conv.engines.hopper.gemm_variants import MOST_VARIANTS, variants
+from pycuda_conv.engines.limits import HOPPER
 from pycuda_conv.engines.packed_product import assemble, repeat_arguments, tap_numbers, written_places
 from pycuda_conv.engines.packing import Operands, packs_filter_last
 from pycuda_conv.engines.range_guard import MomentsLayout, recompute_arguments
@@ -50,12 +51,11 @@ from pycuda_conv.engines.tensor_cores import FLOAT, limbs, products
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, Device, Im2col, KernelLaunch, TensorMap
 
-__all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "ImplicitGemm", "choose", "configs", "filter_key",
-    "refusal", "schedule", "sum_order", "time", "unsupported", "variants",
-]  # fmt: skip
+__all__ = ["MOST_VARIANTS", "configs", "refusal", "time", "variants"]  # with what stands here: the engine
+
 CONFIGS = (ImplicitGemm,)
 LAYOUTS = "NCHW", "NHWC", "CNHW"
+RUNS_ON = HOPPER
 TENSOR_CORES = True
 
 

@@ -14,7 +14,7 @@ from pycuda_conv.engines.geometry import Phase, ceil, repeats
 from pycuda_conv.engines.hopper.common import most_shared
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, why_not_so_many
 from pycuda_conv.engines.packed_product import arithmetic, first_ones
-from pycuda_conv.engines.tensor_cores import FLOAT, limbs, products
+from pycuda_conv.engines.tensor_cores import FLOAT, gemm_products, limbs, products
 from pycuda_conv.problem import ConvProblem, Size3
 
 KERNEL = "hopper_gemm"
@@ -183,7 +183,7 @@ def whole_rows(problem: ConvProblem, split: int) -> bool:
 def result_arithmetic(problem: ConvProblem, phase: Phase, split: int) -> dict[str, int]:
     """:func:`arithmetic`, with DENSE = 0 where elements are stored one by one: rows of channels that are no multiple of 16 bytes, and
     planes where loads have fewer than 64 channels. The kernel for scattered results stores these, so they need no other text."""
-    defines = arithmetic(problem, phase, split > 1)
+    defines = arithmetic(problem, phase, split > 1) | {"PRODUCTS": gemm_products(problem)}
     if defines["NHWC"] and defines["DENSE"] and not whole_rows(problem, split):
         defines["VEC"] = 1
     apart = defines["VEC"] == 1 and (defines["NHWC"] or form(problem)[0].load < 64)

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing, why_not
-from pycuda_conv.engines.base import fastest
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import ceil
 from pycuda_conv.engines.hopper.common import MEMORY, read_bytes
 from pycuda_conv.engines.hopper.gemm_tiles import (
@@ -38,7 +38,7 @@ from pycuda_conv.engines.hopper.gemm_tiles import (
 )
 from pycuda_conv.engines.packing_time import overhead
 from pycuda_conv.engines.split_sum import splits
-from pycuda_conv.engines.tensor_cores import limbs, products
+from pycuda_conv.engines.tensor_cores import gemm_products, limbs, products
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device
 
@@ -73,48 +73,10 @@ class InPlaceRates(NamedTuple):
     launch_time: float
 
 
-#: Measured on an H200, by the bytes of an element. Those of float32 were fitted to 258 times: root mean square of the error 17%.
-RATES = {8: Rates(1330.0, 1.8, 98e3, 21.6e3, 2.3), 4: Rates(1330.0, 2.07, 98e3, 21.6e3, 1.79), 2: Rates(1450.0, 2.8, 110e3, 17.4e3, 1.0)}
-#: For 16-bit images and filters that are read as they lie. IN_PLACE_PRODUCT: the time of products relative to the tensor cores' peak.
-#: PIXEL_CYCLES: cycles of a pixel's row, by its bytes. Fitted to 147 times of 57 layers on an H200 and an H100: root mean square of the
-#: error 17%, and 18% for layers that were left out.
-IN_PLACE, IN_PLACE_PRODUCT = InPlaceRates(1860.0, 3.5, 1.7), 1.64
-PIXEL_CYCLES = {128: 2.59, 64: 1.49, 32: 2.0, 16: 2.0}
-VOLUME = 1.05  # relative time of a load of a volume, as it lies
-#: Relative times of loads of packed images: of volumes; and of pixels that are no multiple of a load, so that loads straddle cache lines:
-#: ones that begin within a sector of memory, and others. The last was fitted to 48 layers of 16 to 128 channels in float32, on an H200.
-PACKED_VOLUME, UNALIGNED, UNALIGNED_SECTORS = 1.23, 2.0, 1.2
-#: Bytes of packed images beyond which the L2 cache does not keep them all, and the bytes a microsecond that are moved then.
-FORGOTTEN, REMEMBERED_RATE = 15e6, 2.3e6
-SCATTERED = 4.0  # relative time of stores if a pixel's channels are no multiple of 16 bytes, or 16-bit planes are no multiple of 8
-#: Relative times of wgrad: by (products, bytes of an element); and where the convolution has a stride.
-LONGER, STRIDED = {(1, 2): 1.15, (1, 4): 1.05, (3, 4): 0.97}, 0.93
-#: Relative times of tiles of at most 64 pixels, of 128 pixels or more, of at most 64 pixels in wgrad (besides), and of 16-bit
-#: channels-last images that are packed. From 800 times of 140 problems on an H200 and H100s.
-NARROW, WIDE, NARROW_GRADIENT, LAST_PACKED = 1.05, 0.95, 1.1, 1.08
-#: Relative cycles of a packed pixel's row, by the channels of a load.
-SHORT_ROW = {64: 0.87, 32: 1.0, 16: 1.0}
-CACHE_RATE = 5e6  # bytes of pixels that all multiprocessors together load from the L2 cache in a microsecond
-PER_LAUNCH = 1.4  # microseconds that each further launch of phases adds
-#: Relative times with three products: of tiles of 128 rows, which load less for each product; and of two stages, for 256 pixels.
-TALL, SHALLOW = 0.96, 0.96
-FLAT = 1.0  # relative time of 1x1 layers without stride in NCHW
+COST = costs("hopper.gemm_time")
+RATES = {size: Rates(*rates) for size, rates in COST.RATES.items()}
+IN_PLACE = InPlaceRates(*COST.IN_PLACE)
 SECTOR = 32  # bytes that memory writes at once
-APART = 2.0  # relative time of adding the parts of a sum if its elements are loaded one by one
-PHASED = 1.85  # relative time of stores of phases in NCHW, whose neighbouring pixels are apart in memory
-#: Relative times of float32 phases in NCHW: with columns written in pairs; and with tiles larger than 64x64, which write more at once.
-PAIRED, PHASED_TILE = 0.92, 1.2
-PARTS_OF_SECTORS = 2.6e6  # bytes of sectors that memory writes in a microsecond where each phase writes a part of a sector
-#: Relative times of ping-pong tiles: of products and of stores that overlap, and of stores where these take longer than the products.
-PINGPONG_PRODUCT, PINGPONG_STORE, PINGPONG_ALONE = 1.15, 0.54, 1.15
-#: The same of twins: of products and of stores, each of two blocks.
-TWIN_PRODUCT, TWIN_STORE = 1.05, 0.4
-#: Elements of a residual that a microsecond adds to other tiles; and how many times as long it takes one element at a time.
-JOINED_PLANES, JOINED_APART = 4.7e3, 2.33
-#: For 16-bit channels-last results: TILE_TIME; the rate `stored` of TMA's stores, of other stores, and of phases' scattered stores; and the
-#: elements of a residual that are added in a microsecond.
-IN_PLACE_TILE, IN_PLACE_STORED, IN_PLACE_APART, PHASED_STORED, JOINED = 0.26, 25e3, 12.9e3, 9.3e3, 4.4e3
-TILE_TIME = 0.75  # microseconds to start and drain a tile
 
 
 def configs(problem: ConvProblem, device: Device) -> tuple[ImplicitGemm, ...]:
@@ -168,8 +130,8 @@ def _steps(problem: ConvProblem) -> int:
 def _pixel_cycles(problem: ConvProblem, packed: PackedLayout) -> float:
     """Cycles to load one pixel's channels from an array as it lies: rows that the load has to fill up take longer, odd ones longest."""
     row, pixel = packed.load * problem.itemsize, problem.operand_channels * problem.itemsize
-    slower = VOLUME if form(problem)[1][0].spatial_dims == 3 else 1.0
-    return slower * PIXEL_CYCLES[row] * (1.0 if pixel % row == 0 else 1.4 if pixel % 32 == 0 else 2.0)
+    slower = COST.VOLUME if form(problem)[1][0].spatial_dims == 3 else 1.0
+    return slower * COST.PIXEL_CYCLES[row] * (1.0 if pixel % row == 0 else COST.FILLED if pixel % 32 == 0 else COST.ODD)
 
 
 @lru_cache(maxsize=64)
@@ -197,22 +159,22 @@ def _time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> f
     launch_time = IN_PLACE.launch_time if in_place else RATES[problem.itemsize].launch_time
     us = launch_time
     for _ in _stages_of_launches(problem)[1:]:
-        us += PER_LAUNCH
+        us += COST.PER_LAUNCH
     of_product, joined = _product_time(problem, config, multiprocessors, in_place)
     kept = 0 if in_place else 2 * limbs(problem) * problem.N * math.prod(packed.stored) * packed.pixel * problem.groups
-    if kept > FORGOTTEN:
+    if kept > COST.FORGOTTEN:
         written = problem.itemsize * math.prod(problem.result_shape) * (2 if problem.has_residual else 1)
-        of_product = max(of_product, (kept + written) / REMEMBERED_RATE)
+        of_product = max(of_product, (kept + written) / COST.REMEMBERED_RATE)
     us += of_product
     if joined and result_arithmetic(problem, addressings[0].phase, config.SPLIT)["VEC"] == 1:
-        joined *= APART
+        joined *= COST.APART
     us += overhead(problem, packed, config.SPLIT, not in_place, joined)
     if in_place and problem.layout == "NHWC":
         moved = read_bytes(problem) + problem.itemsize * (math.prod(problem.result_shape) + math.prod(problem.weight_shape))
         us = max(us, launch_time + moved / MEMORY)
     if problem.layout == "NCHW" and len(addressings) > 1:  # memory writes a sector again for each phase that has a pixel in it
         parts = min(addressings[0].phase.step[2], SECTOR // problem.itemsize)
-        us = max(us, problem.itemsize * math.prod(problem.result_shape) * parts / PARTS_OF_SECTORS)
+        us = max(us, problem.itemsize * math.prod(problem.result_shape) * parts / COST.PARTS_OF_SECTORS)
     return _corrected(us, problem, config, in_place)
 
 
@@ -221,14 +183,14 @@ def _product_time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: i
     _, addressings = form(problem)
     loaded = _loaded(problem, config, in_place)
     step, stores = _stage_time(problem, config, in_place, loaded), _store_time(problem, config, multiprocessors)
-    between = (IN_PLACE_TILE if _stores_last(problem, config) else TILE_TIME) + stores
+    between = (COST.IN_PLACE_TILE if _stores_last(problem, config) else COST.TILE_TIME) + stores
 
     def tile_time(steps: int) -> float:
         product = ceil(steps, config.SPLIT) * step
         if config.is_pingpong:  # stores slow the other consumer's products down, but only the last ones are waited for
-            return max(PINGPONG_PRODUCT * product + PINGPONG_STORE * stores, PINGPONG_ALONE * between)
+            return max(COST.PINGPONG_PRODUCT * product + COST.PINGPONG_STORE * stores, COST.PINGPONG_ALONE * between)
         if config.is_twin:  # a round of both blocks
-            return max(2 * (TWIN_PRODUCT * product + TWIN_STORE * stores), product + between)
+            return max(2 * (COST.TWIN_PRODUCT * product + COST.TWIN_STORE * stores), product + between)
         return product + between
 
     # bytes of a stage that are loaded for the same pixels only; wgrad's pixels are taps, which share most of theirs
@@ -250,7 +212,7 @@ def _product_time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: i
         longest, shared = max(longest, own), shared + own * grid / multiprocessors / config.blocks
         _, across = tiles_of(problem, config, group)
         from_cache += across * problem.groups * sum(stages) / len(addressings) * of_pixels
-    return max(longest, shared, between + from_cache / CACHE_RATE), joined
+    return max(longest, shared, between + from_cache / COST.CACHE_RATE), joined
 
 
 def _loaded(problem: ConvProblem, config: ImplicitGemm, in_place: bool) -> float:
@@ -261,8 +223,8 @@ def _loaded(problem: ConvProblem, config: ImplicitGemm, in_place: bool) -> float
         return loaded
     pixel, slower = packed.pixel * problem.groups, 1.0
     if packed.window is None and pixel % packed.load:
-        slower = UNALIGNED if 2 * pixel % SECTOR else UNALIGNED_SECTORS
-    slower *= PACKED_VOLUME if addressings[0].spatial_dims == 3 else 1.0
+        slower = COST.UNALIGNED if 2 * pixel % SECTOR else COST.UNALIGNED_SECTORS
+    slower *= COST.PACKED_VOLUME if addressings[0].spatial_dims == 3 else 1.0
     return loaded + (slower - 1) * limbs(problem) * config.BLOCK_N * 128
 
 
@@ -270,10 +232,10 @@ def _stage_time(problem: ConvProblem, config: ImplicitGemm, in_place: bool, load
     """Microseconds of a stage, of which so many bytes are `loaded`: its products, its loads, its bytes."""
     packed, _ = form(problem)
     rates = RATES[problem.itemsize]
-    cycles = 4 * products(problem) * config.BLOCK_N * config.BLOCK_M / 128 * (IN_PLACE_PRODUCT if in_place else 1)
+    cycles = 4 * gemm_products(problem) * config.BLOCK_N * config.BLOCK_M / 128 * (COST.IN_PLACE_PRODUCT if in_place else 1)
     clock, of_filter = (IN_PLACE.clock, IN_PLACE.filter_cycles) if in_place else (rates.clock, 0.0)
-    of_pixel = _pixel_cycles(problem, packed) if in_place else rates.row_cycles * SHORT_ROW[packed.load]
-    loads = (of_pixel * limbs(problem) * config.BLOCK_N + of_filter * config.BLOCK_M) * (64 // packed.load)
+    of_pixel = _pixel_cycles(problem, packed) if in_place else rates.row_cycles * COST.SHORT_ROW[packed.load]
+    loads = (of_pixel * (gemm_products(problem) + 1) // 2 * config.BLOCK_N + of_filter * config.BLOCK_M) * (64 // packed.load)
     return max(cycles / clock, loads / clock, loaded / rates.loaded)
 
 
@@ -288,46 +250,41 @@ def _store_time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int
     last, stored = _stores_last(problem, config), RATES[problem.itemsize].stored
     channels = problem.result_channels // problem.groups
     if last and len(addressings) > 1:
-        stored = PHASED_STORED
+        stored = COST.PHASED_STORED
     elif last:
-        stored = IN_PLACE_APART if whole_rows(problem, 1) and not tensor_store(problem, config) else IN_PLACE_STORED
+        stored = COST.IN_PLACE_APART if whole_rows(problem, 1) and not tensor_store(problem, config) else COST.IN_PLACE_STORED
     rows = float(config.BLOCK_M)
     if problem.itemsize == 4 and problem.layout == "NCHW":  # the others of a tile's rows are no channels
         rows = channels / max(ceil(channels, config.BLOCK_M), 1)
     us = rows * config.BLOCK_N * stored_bytes(problem, config) / stored
     if problem.layout == "NHWC" and problem.result_channels * problem.itemsize % 16:
-        us *= SCATTERED if len(addressings) == 1 or defines_of(problem)["VEC"] == 1 else 1.0
+        us *= COST.SCATTERED if len(addressings) == 1 or defines_of(problem)["VEC"] == 1 else 1.0
     elif problem.layout == "NCHW" and problem.itemsize == 2 and not paired(problem) and defines_of(problem)["VEC"] == 1:
         # elements are stored one by one, each in a sector of its own; all multiprocessors share the memory's rate for sectors
         stored_at_once = math.prod(tiles_of(problem, config, addressings[:1])) * problem.groups * len(addressings) / multiprocessors
-        us *= SCATTERED * max(1.0, min(addressings[0].phase.step[2], SECTOR // problem.itemsize) * min(1.0, stored_at_once))
+        us *= COST.SCATTERED * max(1.0, min(addressings[0].phase.step[2], SECTOR // problem.itemsize) * min(1.0, stored_at_once))
     elif problem.layout == "NCHW" and problem.itemsize == 4 and len(addressings) > 1:
-        us *= PHASED
+        us *= COST.PHASED
     added = config.BLOCK_M * config.BLOCK_N if problem.has_residual and config.SPLIT == 1 else 0
     one_by_one = not last and defines_of(problem)["VEC"] == 1
-    return us + added / (JOINED if last else JOINED_PLANES / JOINED_APART if one_by_one else JOINED_PLANES)
+    return us + added / (COST.JOINED if last else COST.JOINED_PLANES / COST.JOINED_APART if one_by_one else COST.JOINED_PLANES)
 
 
 def _corrected(us: float, problem: ConvProblem, config: ImplicitGemm, in_place: bool) -> float:
     """`us` times the relative times of the problem's kind and of the tile."""
     _, addressings = form(problem)
     if problem.layout == "NHWC" and problem.itemsize == 2 and not in_place:
-        us *= LAST_PACKED
+        us *= COST.LAST_PACKED
     if problem.layout == "NCHW" and problem.itemsize == 4 and len(addressings) > 1:
         small = config.BLOCK_M == 64 == config.BLOCK_N
-        us *= PAIRED if paired(problem) else 1.0 if small else PHASED_TILE
+        us *= COST.PAIRED if paired(problem) else 1.0 if small else COST.PHASED_TILE
     three = products(problem) == 3
-    us *= NARROW if config.BLOCK_N <= 64 else WIDE if config.BLOCK_N >= 128 and (not three or problem.layout == "CNHW") else 1.0
+    us *= COST.NARROW if config.BLOCK_N <= 64 else COST.WIDE if config.BLOCK_N >= 128 and (not three or problem.layout == "CNHW") else 1.0
     if three:
-        us *= (TALL if config.BLOCK_M == 128 else 1.0) * (SHALLOW if config.STAGES == 2 else 1.0)
+        us *= (COST.TALL if config.BLOCK_M == 128 else 1.0) * (COST.SHALLOW if config.STAGES == 2 else 1.0)
     if problem.layout == "NCHW" and len(addressings) == 1 and addressings[0].flat:
-        us *= FLAT
+        us *= COST.FLAT
     if problem.layout == "CNHW":
-        us *= LONGER[products(problem), problem.itemsize] * (STRIDED if max(problem.dilation) > 1 else 1.0)
-        us *= NARROW_GRADIENT if config.BLOCK_N <= 64 else 1.0
+        us *= COST.LONGER[products(problem), problem.itemsize] * (COST.STRIDED if max(problem.dilation) > 1 else 1.0)
+        us *= COST.NARROW_GRADIENT if config.BLOCK_N <= 64 else 1.0
     return us
-
-
-def choose(problem: ConvProblem, device: Device) -> tuple[float, ImplicitGemm] | None:
-    """The configuration that should be fastest, behind the microseconds it should take; None where there is none."""
-    return fastest((time(problem, config, device), config) for config in configs(problem, device))

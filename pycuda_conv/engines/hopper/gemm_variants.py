@@ -23,23 +23,25 @@ from pycuda_conv.engines.tensor_cores import FLOAT
 from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.runtime.base import Device
 
-MOST_VARIANTS = {"cuda": 326}
+MOST_VARIANTS = {"cuda": 387}
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
     """One for a tile and its loads, the arithmetic, and how the result lies."""
     kinds = product(range(len(PINGPONG_PIXELS)), (False, True), (False, True))
     tiles = dict.fromkeys(tile for kind in kinds for tile in ordinary_tiles(*kind))
-    for tile, one in product(tiles, ARITHMETICS):
-        own = one | _ORDINARY | {"BLOCK_M": (tile.BLOCK_M,), "BLOCK_N": (tile.BLOCK_N,), "WGMMA_N": (consumer_pixels(tile),)}
-        for special in ({}, _STORED, _PAIRED):
+    for tile, one in product(tiles, (*ARITHMETICS, _OF_BYTES)):
+        own = _ORDINARY | one | {"BLOCK_M": (tile.BLOCK_M,), "BLOCK_N": (tile.BLOCK_N,), "WGMMA_N": (consumer_pixels(tile),)}
+        for special in ({}, _STORED, _PAIRED)[: 2 if one is _OF_BYTES else 3]:
             choices = own | special | {"PINGPONG": (int(tile.is_pingpong),)} | ({"TWIN": (1,)} if tile.is_twin else {})
             stored = (4 if one["OUT"] == (FLOAT,) else 2) if choices["TENSOR_STORE"] == (1,) else 0
-            ring = ring_of(tile, 2 if one["PRODUCTS"] == (3,) else 1, stored, choices["INTERLEAVE_COLUMNS"] == (1,))
+            ring = ring_of(tile, 1 if one["PRODUCTS"] == (1,) else 2, stored, choices["INTERLEAVE_COLUMNS"] == (1,))
             choices["STAGES"] = (ring.deepest(depths_of(tile)),)
             yield VariantSet(KERNEL, choices, _is_listed, "sm_90a")
 
 
+#: float32 sums of images of bytes, which are convolved forward alone.
+_OF_BYTES = ARITHMETICS[0] | {"PRODUCTS": (2,), "W_MN_MAJOR": (0,)}
 #: Defines of tiles whose results are stored pixel by pixel; STAGES is filled in.
 _ORDINARY: dict[str, tuple[int, ...]] = {
     "LOAD_CHANNELS": (16, 32, 64), "TENSOR_STORE": (0,), "W_MN_MAJOR": FLAG, "PINGPONG": (0,), "PHASES": (1, PHASES),
@@ -53,7 +55,7 @@ _PAIRED: dict[str, tuple[int, ...]] = {
 
 def _is_listed(d: Mapping[str, int]) -> bool:
     """Whether a product with these defines is ever launched."""
-    consumer, three = d["WGMMA_N"], d["PRODUCTS"] == 3
+    consumer, three = d["WGMMA_N"], d["PRODUCTS"] > 1
     parts = d["OUT"] == FLOAT and d["BF16"]
     if not written_so(d) or (d["NHWC"] and d["DENSE"] and d["VEC"] == 1) or not d["STAGES"] or (d["PHASES"] > 1) == d["DENSE"]:
         return False

@@ -7,14 +7,16 @@ packed or transposed: neither planes nor the filter, in fprop or dgrad.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pycuda_conv.engines.base import Config, fastest
-from pycuda_conv.engines.geometry import arguments, ceil, pixel_by_pixel
-from pycuda_conv.engines.hopper.common import CLOCK, ROW, most_shared, unsupported
+from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.costs import costs
+from pycuda_conv.engines.geometry import arguments, ceil
+from pycuda_conv.engines.hopper.common import CLOCK, ROW, most_shared
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring
+from pycuda_conv.engines.limits import HALVES, HOPPER, IN_32_BITS, NOT_EMPTY, ONE_GROUP, POINTWISE, Takes, Tiles
 from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF
@@ -22,10 +24,6 @@ from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, TensorMap
 
-__all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "Planes", "choose", "configs", "filter_key", "refusal",
-    "schedule", "sum_order", "time", "unsupported", "variants",
-]  # fmt: skip
 
 class _Consumers(NamedTuple):
     """A tile's consumers: the channels and pixels of each, and how many times it has room for the results of 64 channels."""
@@ -55,36 +53,24 @@ class Planes(Config):
 
 CONFIGS = (Planes,)
 LAYOUTS = ("NCHW",)
+RUNS_ON = HOPPER
 TENSOR_CORES = True
+ORDER = ()  # all sum alike
 MOST_VARIANTS = {"cuda": 24}
 
 
 # ---- what runs
 
 
-def why_not(problem: ConvProblem) -> str | None:
-    """Why the kernel can't run `problem`, or None if it can."""
-    if problem.itemsize != 2 or problem.groups != 1:
-        return "it takes float16 and bfloat16 arrays of one group"
-    if problem.is_empty:
-        return "there is nothing to compute"
-    if not pixel_by_pixel(problem):
-        return "it takes 1x1 filters without stride and padding"
-    if math.prod(problem.operand_size) % 8 or problem.weight_shape[1] % 8:
-        return "tensor loads take planes, and rows of the filter, of a multiple of 16 bytes"
-    if problem.largest_array >= 2**31:
-        return "it counts in 32 bits"
-    return None
-
-
-def refusal(problem: ConvProblem, config: Planes) -> str | None:
-    """Why `config` can't run `problem`, or None if it can."""
-    reason = why_not(problem)
-    if reason:
-        return reason
-    if (config.BLOCK_M, config.BLOCK_N) not in TILES:
-        return f"its tiles are of {', '.join(f'{rows} x {pixels}' for rows, pixels in TILES)} channels and pixels"
-    return _ring(config).refusal(config.STAGES)
+TAKES = Takes(
+    HALVES, ONE_GROUP, NOT_EMPTY, POINTWISE,
+    (
+        "tensor loads take planes, and rows of the filter, of a multiple of 16 bytes",
+        lambda problem: math.prod(problem.operand_size) % 8 == 0 == problem.weight_shape[1] % 8,
+    ),
+    IN_32_BITS,
+)  # fmt: skip
+LEGAL = Tiles(TAKES, Planes, lambda _, config: _ring(config).refusal(config.STAGES), together={("BLOCK_M", "BLOCK_N"): TILES})
 
 
 def _blocks_per_sm(config: Planes) -> int:
@@ -158,15 +144,6 @@ def _tiles(problem: ConvProblem, config: Planes) -> tuple[int, int, int]:
     return ceil(problem.result_channels, config.BLOCK_M), ceil(plane, config.BLOCK_N), ceil(problem.operand_channels, BLOCK)
 
 
-def filter_key(problem: ConvProblem, config: Planes) -> None:
-    """None: nothing is packed."""
-
-
-def sum_order(problem: ConvProblem, config: Planes) -> Hashable:
-    """The same for all tiles."""
-    return None
-
-
 def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each tile, type and direction."""
     for (rows, pixels), own in TILES.items():
@@ -179,22 +156,12 @@ def variants(device: Device) -> Iterator[VariantSet]:
 
 # ---- the choice
 
-# Fitted to 69 times of 13 layers on H100s: root mean square of the error 6%. The chosen tile took 0.5% longer than the best in the mean,
-# and at most 4%.
-BEGIN = 2.0  # microseconds of a launch with its first loads
-MULTIPLIED = 1.1  # relative time of products beside loads, of the tensor cores' peak
-ROW_CYCLES = 1.2  # cycles of a tensor load for each row
-WAIT_CYCLES = 1000.0  # cycles of a load's latency, which all stages of a ring but one share
-STORED = 40e3  # bytes of the result that a multiprocessor stores to shared memory in a microsecond
-TILE = 0.1  # microseconds of a tile beside its stages and stores
-SHARED = 0.7  # n blocks of a multiprocessor each take n to this power times as long
-MEMORY = 3.1e6  # bytes a microsecond
-NOT_OVERLAPPED = 0.1  # part of the shorter of memory's time and the multiprocessors' that does not overlap the longer
+COST = costs("hopper.planes")
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Planes]:
     """The configurations worth comparing for `problem`."""
-    if why_not(problem):
+    if TAKES.why_not(problem):
         return
     for rows, pixels in TILES:
         if rows == 64 or problem.result_channels > rows - 64:
@@ -206,15 +173,10 @@ def time(problem: ConvProblem, config: Planes, device: Device) -> float:
     down, across, steps = _tiles(problem, config)
     plane = math.prod(problem.operand_size)
     pixels = min(config.BLOCK_N, ceil(plane, BLOCK) * BLOCK)
-    loads = (min(config.BLOCK_M, ceil(problem.result_channels, BLOCK) * BLOCK) + pixels) * ROW_CYCLES
-    step = math.hypot(MULTIPLIED * config.BLOCK_M * config.BLOCK_N / 32, loads, WAIT_CYCLES / (config.STAGES - 1)) / CLOCK
-    end = TILE + 2 * config.BLOCK_M * config.BLOCK_N / STORED
+    loads = (min(config.BLOCK_M, ceil(problem.result_channels, BLOCK) * BLOCK) + pixels) * COST.ROW_CYCLES
+    step = math.hypot(COST.MULTIPLIED * config.BLOCK_M * config.BLOCK_N / 32, loads, COST.WAIT_CYCLES / (config.STAGES - 1)) / CLOCK
+    end = COST.TILE + 2 * config.BLOCK_M * config.BLOCK_N / COST.STORED
     beside = _blocks_per_sm(config)
     rounds = ceil(problem.N * down * across, device.multiprocessors * beside)
-    works = rounds * (steps * step + end) * beside**SHARED, problem.bytes / MEMORY
-    return BEGIN + max(works) + NOT_OVERLAPPED * min(works)
-
-
-def choose(problem: ConvProblem, device: Device) -> tuple[float, Planes] | None:
-    """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
-    return fastest((time(problem, config, device), config) for config in configs(problem, device))
+    works = rounds * (steps * step + end) * beside**COST.SHARED, problem.bytes / COST.MEMORY
+    return COST.BEGIN + max(works) + COST.NOT_OVERLAPPED * min(works)

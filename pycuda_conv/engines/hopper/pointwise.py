@@ -13,10 +13,12 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, ClassVar
 
-from pycuda_conv.engines.base import Config, fastest
+from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import arguments, ceil, filter_strides, pixel_by_pixel
-from pycuda_conv.engines.hopper.common import SHARED_BYTES, THREADS, unsupported
+from pycuda_conv.engines.hopper.common import SHARED_BYTES, THREADS
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring
+from pycuda_conv.engines.limits import HOPPER, IN_32_BITS, NOT_EMPTY, ONE_GROUP, Takes, Tiles, types
 from pycuda_conv.engines.range_guard import MomentsLayout
 from pycuda_conv.engines.schedule import (
     BIAS,
@@ -39,11 +41,6 @@ from pycuda_conv.engines.tensor_cores import limbs, products
 from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch, TensorMap
-
-__all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "Pointwise", "choose", "configs", "filter_key", "refusal",
-    "schedule", "sum_order", "time", "unsupported", "variants",
-]  # fmt: skip
 
 WARPS = 8  # of the consumers
 DEPTHS = (6, 5, 4, 3)  # stages of a ring that are tried
@@ -75,41 +72,32 @@ class Pointwise(Config):
 
 CONFIGS = (Pointwise,)
 LAYOUTS = "NCHW", "NHWC", "CNHW"
+RUNS_ON = HOPPER
 TENSOR_CORES = True
+ORDER = "SPLIT", "SWAPPED"  # what the order of sums depends on
 MOST_VARIANTS = {"cuda": 58}
 
 
 # ---- what runs
 
 
-def why_not(problem: ConvProblem) -> str | None:
-    """Why the kernel can't run `problem`, or None if it can."""
-    if problem.dtype != "float32" or problem.groups != 1:
-        return "it takes float32 arrays of one group"
-    if problem.is_empty:
-        return "there is nothing to compute"
-    if _wgrad(problem):
-        ones = (1, 1, 1)
-        alike = problem.operand_size == problem.filter_size and problem.result_size == ones == problem.stride == problem.dilation
-    else:
-        alike = pixel_by_pixel(problem)
-    if not alike or any(problem.padding_before):
-        return "it takes 1x1 filters without stride and padding"
-    if (problem.operand_channels if problem.layout == "NHWC" else math.prod(problem.operand_size)) % 4:
-        return "tensor loads take planes, or a pixel's channels, of a multiple of 16 bytes"
-    if problem.largest_array >= 2**31:
-        return "it counts in 32 bits"
-    return None
+def _aligned(problem: ConvProblem) -> bool:
+    return (problem.operand_channels if problem.layout == "NHWC" else math.prod(problem.operand_size)) % 4 == 0
 
 
-def refusal(problem: ConvProblem, config: Pointwise) -> str | None:
-    """Why `config` can't run `problem`, or None if it can."""
-    reason = why_not(problem)
-    if reason:
-        return reason
+def _alike(problem: ConvProblem) -> bool:
+    """Whether each pixel has to do with one other alone."""
+    ones = (1, 1, 1)
+    if not _wgrad(problem):
+        return pixel_by_pixel(problem)
+    alike = problem.operand_size == problem.filter_size and problem.result_size == ones == problem.stride == problem.dilation
+    return alike and not any(problem.padding_before)
+
+
+def _fits(problem: ConvProblem, config: Pointwise) -> str | None:
     most = 128 if products(problem) == 3 else 256  # one set of sums, or three for three products, fills the registers
-    if config.BLOCK_N not in (32, 64, 96, 128) or config.BLOCKS not in (1, 2) or config.BLOCK_N * config.BLOCKS > most:
-        return f"a tile has 32, 64, 96 or 128 columns, and one or two blocks, {most} columns in all"
+    if config.BLOCK_N * config.BLOCKS > most:
+        return f"a tile has {most} columns in all its blocks"
     if config.BLOCKS == 1 and problem.layout == "NCHW":
         return "a thread takes four neighbouring pixels of an image"
     if (config.SWAPPED or config.SPLIT > 1) and not _wgrad(problem):
@@ -117,6 +105,13 @@ def refusal(problem: ConvProblem, config: Pointwise) -> str | None:
     if config.RAW_FILTER and not (products(problem) == 3 and _lies(problem)):
         return "of forward convolutions, with three products, a filter's channels of a multiple of 16 bytes are split as they are loaded"
     return _ring(config, limbs(problem)).refusal(config.STAGES, config.SPLIT)
+
+
+TAKES = Takes(
+    types("float32"), ONE_GROUP, NOT_EMPTY, ("it takes 1x1 filters without stride and padding", _alike),
+    ("tensor loads take planes, or a pixel's channels, of a multiple of 16 bytes", _aligned), IN_32_BITS,
+)  # fmt: skip
+LEGAL = Tiles(TAKES, Pointwise, _fits, BLOCKS=(1, 2), BLOCK_N=(32, 64, 96, 128))
 
 
 def _wgrad(problem: ConvProblem) -> bool:
@@ -300,11 +295,6 @@ def filter_key(problem: ConvProblem, config: Pointwise) -> Hashable:
     return "split", problem.direction, problem.precision, problem.C, problem.K
 
 
-def sum_order(problem: ConvProblem, config: Pointwise) -> Hashable:
-    """Where a split sum is cut, and which operand is in the rows."""
-    return config.SPLIT, config.SWAPPED
-
-
 def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each tile, arithmetic and layout."""
     for blocks, columns, limbs_each in product((1, 2), (32, 64, 96, 128), (1, 2)):
@@ -330,30 +320,22 @@ def _is_listed(d: Mapping[str, int]) -> bool:
 
 #: The most columns with which a tile is tried with a raw filter, by its BLOCKS: each tile along the rows splits them once more.
 RAW_COLUMNS = {1: 32, 2: 64}
-# Fitted to 80 times on an H200: root mean square of the error 8%; the terms of a raw filter, to 23 pairs of times on an H100.
-CLOCK, WAIT_CYCLES = 1794.0, 466  # cycles a microsecond; cycles of a stage beside its products
-FILL, MOVED = 74e3, 25.2e3  # bytes a microsecond to a multiprocessor while all load: from the caches; and from memory and to it
-RESIDUAL_RATE = 10.4e3  # bytes of a residual that a multiprocessor reads and adds in a microsecond
-STORE_TIME = 2.57  # microseconds to store 256 rows x 64 columns
-SPLIT_CYCLES, SPLIT_TIME = 10.5, 1.0  # cycles of a stage to split a column of a raw filter; microseconds of the launch that this saves
-LAUNCHES_TIME = {False: 3.79, True: 2.9}  # microseconds of launches: of fprop and dgrad; of wgrad, before parts are added
+COST = costs("hopper.pointwise")
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Pointwise]:
     """The configurations worth comparing for `problem`."""
-    if why_not(problem):
-        return
     swaps: tuple[bool, ...] = (False,)
     parts: tuple[int, ...] = (1,)
     if _wgrad(problem):
         swaps, parts = (False, True), splits(problem, _Product.of(problem, Pointwise(), 1).steps // 8)
-    for blocks in (1,) if _wgrad(problem) else (1, 2):
-        for columns in (32, 64, 96, 128):
-            deepest = next((n for n in DEPTHS if refusal(problem, Pointwise(columns, blocks, n)) is None), None)
-            if deepest:
-                yield from (Pointwise(columns, blocks, deepest, split, swap) for split in parts for swap in swaps)
-                if products(problem) == 3 and _lies(problem) and columns <= RAW_COLUMNS[blocks]:
-                    yield Pointwise(columns, blocks, deepest, RAW_FILTER=True)
+    deepest: dict[tuple[int, int], Pointwise] = {}
+    for tile in LEGAL.legal(problem, BLOCKS=(1,) if _wgrad(problem) else (1, 2), STAGES=DEPTHS):
+        deepest.setdefault((tile.BLOCKS, tile.BLOCK_N), tile)
+    for tile in deepest.values():
+        yield from (replace(tile, SPLIT=split, SWAPPED=swap) for split in parts for swap in swaps)
+        if products(problem) == 3 and _lies(problem) and tile.BLOCK_N <= RAW_COLUMNS[tile.BLOCKS]:
+            yield replace(tile, RAW_FILTER=True)
 
 
 def time(problem: ConvProblem, config: Pointwise, device: Device) -> float:
@@ -366,24 +348,19 @@ def time(problem: ConvProblem, config: Pointwise, device: Device) -> float:
     if wgrad:
         of_columns //= limbs(problem)
     cycles = 4 * products(problem) * config.BLOCKS * config.BLOCK_N  # of 4 times 8 of k, by two consumers
-    wait = WAIT_CYCLES + (SPLIT_CYCLES * config.BLOCK_N if config.RAW_FILTER else 0)
-    step = max((cycles + wait) / CLOCK, (of_rows + of_columns) / FILL)
+    wait = COST.WAIT_CYCLES + (COST.SPLIT_CYCLES * config.BLOCK_N if config.RAW_FILTER else 0)
+    step = max((cycles + wait) / COST.CLOCK, (of_rows + of_columns) / COST.FILL)
     # the first of the tiles that share something reads it from memory
     written = rows * min(config.BLOCK_N, product.columns) * 4
     moved = steps * (of_rows / product.across + (of_columns / product.down if wgrad else 0)) + written
-    tile = max(steps * step + STORE_TIME * rows * config.BLOCK_N / 2**14, moved / MOVED)
+    tile = max(steps * step + COST.STORE_TIME * rows * config.BLOCK_N / 2**14, moved / COST.MOVED)
     if problem.has_residual:
-        tile += written / RESIDUAL_RATE
-    us = LAUNCHES_TIME[wgrad] + ceil(product.tiles, multiprocessors) * tile
+        tile += written / COST.RESIDUAL_RATE
+    us = COST.LAUNCHES_TIME[wgrad] + ceil(product.tiles, multiprocessors) * tile
     if config.SPLIT > 1:
-        us += 2 + math.prod(problem.result_shape) * (8 * config.SPLIT + 4) / 3.5e6
+        us += COST.REDUCE + math.prod(problem.result_shape) * (8 * config.SPLIT + 4) / COST.MEMORY
     if wgrad:
         return us
     if config.RAW_FILTER or _reads_filter(problem):
-        return us - SPLIT_TIME
-    return us + math.prod(problem.weight_shape) * 12 / 3.5e6
-
-
-def choose(problem: ConvProblem, device: Device) -> tuple[float, Pointwise] | None:
-    """The configuration that should be fastest, behind the microseconds it should take; None where none is worth it."""
-    return fastest((time(problem, config, device), config) for config in configs(problem, device))
+        return us - COST.SPLIT_TIME
+    return us + math.prod(problem.weight_shape) * 12 / COST.MEMORY

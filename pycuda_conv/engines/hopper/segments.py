@@ -28,7 +28,7 @@ def why_not(first: ConvProblem, second: ConvProblem, device: Device) -> str | No
     if device.backend != "cuda" or device.capability != (9, 0):
         return "it takes a GPU of compute capability 9.0"
     for problem in (first, second):
-        reason = dense.why_not(problem)
+        reason = dense.TAKES.why_not(problem)
         if reason or problem.direction != "fprop" or problem.adapted or problem.groups != 1:
             return reason or "it computes forward convolutions of one group with zeros around"
         if problem.C * problem.itemsize % 16:
@@ -41,10 +41,10 @@ def choose(first: ConvProblem, second: ConvProblem, device: Device) -> tuple[flo
 
     def time(config: DenseNhwc) -> float:
         plain = replace(second, has_bias=False, has_scale=False, has_residual=False, activation=None)
-        stored = second.itemsize * math.prod(second.result_shape) / dense.MEMORY
-        return dense.time(first, config, device) + max(0.0, dense.time(plain, config, device) - dense.BEGIN - stored)
+        stored = second.itemsize * math.prod(second.result_shape) / dense.COST.MEMORY
+        return dense.time(first, config, device) + max(0.0, dense.time(plain, config, device) - dense.HOPPER_COST.BEGIN - stored)
 
-    fits = [tile for tile in TILES if dense.refusal(first, tile) is None and dense.refusal(second, tile) is None]
+    fits = [tile for tile in TILES if dense.LEGAL.refusal(first, tile) is None and dense.LEGAL.refusal(second, tile) is None]
     return min(((time(tile), tile) for tile in fits), key=lambda pair: pair[0])
 
 

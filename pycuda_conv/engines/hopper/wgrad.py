@@ -12,18 +12,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from pycuda_conv.engines.addressing import MOST_PIXELS
-from pycuda_conv.engines.base import fastest
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, forward_of, pixel_by_pixel
-from pycuda_conv.engines.hopper.common import CLOCK, ROW, image_map, load_base, map_type, most_shared, pixel_cycles, unsupported
+from pycuda_conv.engines.hopper.common import CLOCK, ROW, image_map, load_base, map_type, most_shared, pixel_cycles
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes
 from pycuda_conv.engines.hopper.wgrad_form import (
-    COPIED,
-    COPY,
+    FORM_COST,
     WgradNhwc,
     WgradPairs,
     as_loaded,
@@ -52,17 +51,13 @@ from pycuda_conv.engines.hopper.wgrad_launches import (
     reduce_parts,
 )
 from pycuda_conv.engines.layout import fold_channels
-from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Arena, Schedule, grid_refusal
+from pycuda_conv.engines.limits import HOPPER, NOT_EMPTY, Takes, Tiles, types
+from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Arena, Schedule
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, FLOAT, HALF
 from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch, TensorMap
-
-__all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "WgradNhwc", "choose", "configs", "filter_key", "refusal",
-    "schedule", "sum_order", "time", "unsupported", "variants",
-]  # fmt: skip
 
 LEAST_OF_GROUP = 4  # channels of a group, if there are several: with fewer, most products would be thrown away
 #: BLOCK_M -> the BLOCK_Ns of the tiles, by the bytes of an element's limbs. Their sums fit the consumers' registers.
@@ -83,33 +78,15 @@ PAIRED_TILES = {64: (64,), 128: (64, 128, 192)}
 
 CONFIGS = (WgradNhwc, WgradPairs)
 LAYOUTS = "CHWN", "CNHW"
+RUNS_ON = HOPPER
 TENSOR_CORES = True
+ORDER = "FLIPPED", "SPLIT"  # what the order of sums depends on
 MOST_VARIANTS = {"cuda": 70}
 
 
-def why_not(problem: ConvProblem) -> str | None:
-    """Why the kernel can't run `problem`, or None if it can."""
-    if problem.layout not in LAYOUTS:
-        return "it takes gradients of filters"
-    if problem.dtype == "float64":
-        return "it takes float16, bfloat16 and float32 arrays"
-    forward = forward_of(problem)
-    if problem.is_empty:
-        return "there is nothing to compute"
-    if in_planes(problem):
-        return _why_no_planes(problem, forward)
-    channels = forward.C // forward.groups, forward.K // forward.groups
-    if forward.groups > 1 and (min(channels) < LEAST_OF_GROUP or channels[0] % 2 or not group_pack(problem)):
-        return f"it takes groups of {LEAST_OF_GROUP} channels or more, an even number of x, some of which are multiples of 16 bytes"
-    if any(args.words >= 2**31 for _, args in channel_copies(problem)):
-        return "what it copies is counted in 31 bits"
-    if forward.N * max(math.prod(forward.output_size), math.prod(forward.input_size)) >= MOST_PIXELS:
-        return "it counts positions in 32 bits"
-    return None if load_form(problem) else "tensor loads can't make its stride, padding or dilation"
-
-
-def _why_no_planes(problem: ConvProblem, forward: ConvProblem) -> str | None:
+def _why_no_planes(problem: ConvProblem) -> str | None:
     """Why the kernel can't run `problem`, whose arrays are NCHW, or None if it can."""
+    forward = forward_of(problem)
     if problem.itemsize != 2:
         return "it takes NCHW arrays of float16 and bfloat16"
     if not pixel_by_pixel(forward):
@@ -123,6 +100,25 @@ def _why_no_planes(problem: ConvProblem, forward: ConvProblem) -> str | None:
     return "it counts stages in 31 bits" if problem.largest_array >= 2**31 else None
 
 
+def _why_not_last(problem: ConvProblem) -> str | None:
+    """Why the kernel can't run `problem`, whose channels are last, or None if it can."""
+    forward = forward_of(problem)
+    channels = forward.C // forward.groups, forward.K // forward.groups
+    if forward.groups > 1 and (min(channels) < LEAST_OF_GROUP or channels[0] % 2 or not group_pack(problem)):
+        return f"it takes groups of {LEAST_OF_GROUP} channels or more, an even number of x, some of which are multiples of 16 bytes"
+    if any(args.words >= 2**31 for _, args in channel_copies(problem)):
+        return "what it copies is counted in 31 bits"
+    if forward.N * max(math.prod(forward.output_size), math.prod(forward.input_size)) >= MOST_PIXELS:
+        return "it counts positions in 32 bits"
+    return None if load_form(problem) else "tensor loads can't make its stride, padding or dilation"
+
+
+TAKES = Takes(
+    ("it takes gradients of filters", lambda p: p.layout in LAYOUTS), types(*ELEMENTS), NOT_EMPTY,
+    lambda p: _why_no_planes(p) if in_planes(p) else _why_not_last(p),
+)  # fmt: skip
+
+
 def _why_not_flipped(problem: ConvProblem) -> str | None:
     """Why flipped tiles can't run `problem`, which other tiles can run, or None if they can."""
     forward = forward_of(problem)
@@ -130,7 +126,7 @@ def _why_not_flipped(problem: ConvProblem) -> str | None:
         return "flipped tiles take channels-last arrays, one group, no strides and several taps"
     if min(*flip(problem).padding_before, *flip(problem).padding_after) < 0:
         return "flipped tiles take no padding wider than the filter"
-    return why_not(flip(problem))
+    return TAKES.why_not(flip(problem))
 
 
 def _tiles_of(problem: ConvProblem, flipped: bool) -> dict[int, tuple[int, ...]]:
@@ -138,22 +134,27 @@ def _tiles_of(problem: ConvProblem, flipped: bool) -> dict[int, tuple[int, ...]]
     return PLANES_TILES if in_planes(problem) else (FLIPPED_TILES if flipped else TILES)[factor_bytes(problem)]
 
 
-def refusal(problem: ConvProblem, config: WgradNhwc) -> str | None:
-    """Why `config` can't run `problem`, or None if it can."""
-    reason = why_not(problem) or (_why_not_flipped(problem) if config.FLIPPED else None)
+def _fits(problem: ConvProblem, config: WgradNhwc) -> str | None:
+    reason = _why_not_flipped(problem) if config.FLIPPED else None
     if reason:
         return reason
-    tiles_of, seen = _tiles_of(problem, config.FLIPPED), as_seen(problem, config)
+    tiles_of = _tiles_of(problem, config.FLIPPED)
     if config.BLOCK_N not in tiles_of.get(config.BLOCK_M, ()):
         shown = "; ".join(f"{rows} rows and {', '.join(map(str, columns))} columns" for rows, columns in tiles_of.items())
         return f"a tile has {shown}"
-    if isinstance(config, WgradPairs) and (reason := _no_pairs(seen, config)):
+    if isinstance(config, WgradPairs) and (reason := _no_pairs(as_seen(problem, config), config)):
         return reason
     if config.SPLIT == 1 and not config.FLIPPED and as_loaded(problem).C != forward_of(problem).C:
         return "channels that are filled up or folded are written by the launch that adds the parts of several"
-    tiles = math.prod(_tiles(seen, config)) * group_packs(problem) * config.SPLIT
-    blocks = max(tiles, problem.K * ceil(math.prod(problem.result_size) * problem.N, REDUCED_CHANNELS))
-    return grid_refusal(blocks) or _ring(config, factor_bytes(problem)).refusal(config.STAGES, config.SPLIT)
+    return _ring(config, factor_bytes(problem)).refusal(config.STAGES, config.SPLIT)
+
+
+def _most_blocks(problem: ConvProblem, config: WgradNhwc) -> int:
+    tiles = math.prod(_tiles(as_seen(problem, config), config)) * group_packs(problem) * config.SPLIT
+    return max(tiles, problem.K * ceil(math.prod(problem.result_size) * problem.N, REDUCED_CHANNELS))
+
+
+LEGAL = Tiles(TAKES, WgradNhwc, _fits, blocks=_most_blocks)
 
 
 def _no_pairs(seen: ConvProblem, config: WgradPairs) -> str | None:
@@ -342,24 +343,15 @@ def _tiles(problem: ConvProblem, config: WgradNhwc) -> tuple[int, int]:
     return ceil(problem.K // group_packs(problem), config.BLOCK_M), ceil(_column_blocks(problem), config.BLOCK_N // block_channels(problem))
 
 
-def filter_key(problem: ConvProblem, config: WgradNhwc) -> None:
-    """None: nothing is packed."""
-
-
-def sum_order(problem: ConvProblem, config: WgradNhwc) -> Hashable:
-    """How the positions are cut into runs; all tiles sum a run in the same order."""
-    return config.FLIPPED, config.SPLIT
-
-
 def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each tile and type."""
-    for flipped, (size, types) in itertools.product((False, True), ((2, (HALF, BFLOAT)), (4, (FLOAT,)), (8, (FLOAT,)))):
+    for flipped, (size, codes) in itertools.product((False, True), ((2, (HALF, BFLOAT)), (4, (FLOAT,)), (8, (FLOAT,)))):
         for rows, widths in (FLIPPED_TILES if flipped else TILES)[size].items():
             for columns in widths:
                 config = WgradNhwc(rows, columns, _max_stages(rows, columns, size))
                 choices = {
                     "BLOCK_M": (rows,), "BLOCK_N": (columns,), "WGMMA_N": (_consumer_columns(config),), "STAGES": (config.STAGES,),
-                    "TYPE": types, "LIMBS": (2 if size == 8 else 1,), "PLANES": FLAG if size == 2 and not flipped else (0,),
+                    "TYPE": codes, "LIMBS": (2 if size == 8 else 1,), "PLANES": FLAG if size == 2 and not flipped else (0,),
                     "FLIPPED": (int(flipped),),
                 }  # fmt: skip
                 yield VariantSet("hopper_wgrad", choices, _is_listed, "sm_90a")
@@ -377,39 +369,21 @@ def _is_listed(d: Mapping[str, int]) -> bool:
 
 # ---- the choice
 
-# Fitted to 3300 times of 115 layers, 16 bits and TF32, on H100s: root mean square of the error 9%. STORED and TALL were fitted to 142 later
-# times, with fp32: 10%.
-FIRST, PER_ROUND = 2.43, 1.47  # microseconds of a launch, and of each further round of blocks, which do not persist
-MEMORY = 2.8e6  # bytes a microsecond
-PARTED, STORED = 79e3, 25e3  # bytes a microsecond and multiprocessor: of parts, and of results
-#: Relative times of loads, beside pixel_cycles: those that step through nothing, and im2col.
-BOXED, IM2COL = 1.5 / 3.1, 2.1 / 3.1
-WAIT, STEP = 922, 280  # cycles until a load arrives; cycles of a stage beside its products
-REDUCE, ADDED = 1.2, 3.04e6  # microseconds of the launch that adds the parts, and bytes of parts a microsecond
+COST = costs("hopper.wgrad")
 LEAST_STAGES = 4  # of a run, if there are several
-#: By the bytes of an element's limbs: cycles of a stage for each of a tile's sums, and the relative time of loads beside those of 16 bits.
-PRODUCT, LOADS = {2: 1 / 43, 4: 1 / 13.8, 8: 1 / 5}, {2: 1.0, 4: 1.4, 8: 1.4}
-TALL = 1 / 22  # the same cycles of tall tiles
-FLIPPED_TIME = 1.15  # relative time of flipped tiles in 16 bits
-PAIRED_LOADS, PAIRS = 0.6, 0.3  # relative time of loads of dy that two blocks share; microseconds that a launch of pairs takes more
-#: Relative time of loads in grouped layers if a tile has at least MANY_TAPS taps of the same channels.
-CROWDED, MANY_TAPS = 1.35, 3
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[WgradNhwc]:
     """The configurations worth comparing for `problem`: numbers of runs that fill the GPU once, or a few times."""
-    if why_not(problem):
+    if TAKES.why_not(problem):
         return
     forward = forward_of(problem)
     fewer = forward.K < forward.C and forward.K <= MOST_FLIPPED
     for flipped in (False, True) if fewer and _why_not_flipped(problem) is None else (False,):
         for tile in _useful_tiles(problem, flipped):
             for one in _cut(problem, tile, device):
-                if refusal(problem, one) is None:
-                    yield one
                 pairs = WgradPairs(one.BLOCK_M, one.BLOCK_N, one.STAGES, one.SPLIT, one.FLIPPED)
-                if refusal(problem, pairs) is None:
-                    yield pairs
+                yield from (legal for legal in (one, pairs) if LEGAL.refusal(problem, legal) is None)
 
 
 def _useful_tiles(problem: ConvProblem, flipped: bool) -> Iterator[WgradNhwc]:
@@ -453,27 +427,27 @@ def time(problem: ConvProblem, config: WgradNhwc, device: Device) -> float:
         cycles = (channels + columns) * pixel_cycles(size * math.prod(forward.output_size))
     else:
         of_dy, of_x = pixel_cycles(size * loaded.K // packs), pixel_cycles(size * loaded.C // packs)
-        cycles = channels * of_dy * (PAIRED_LOADS if isinstance(config, WgradPairs) else 1) + columns * of_x
-    crowded = packs > 1 and columns >= MANY_TAPS * block * _tap_blocks(seen)
-    loads = LOADS[factor] * (BOXED if flat else IM2COL) * cycles * (CROWDED if crowded else 1)
+        cycles = channels * of_dy * (COST.PAIRED if isinstance(config, WgradPairs) else 1) + columns * of_x
+    crowded = packs > 1 and columns >= COST.MANY_TAPS * block * _tap_blocks(seen)
+    loads = COST.LOADS[factor] * (COST.BOXED if flat else COST.IM2COL) * cycles * (COST.CROWDED if crowded else 1)
     sums = config.BLOCK_M * config.BLOCK_N
-    products = (TALL if _tall(config, factor) else PRODUCT[factor]) * sums
-    end = 4 * sums / PARTED if config.SPLIT > 1 else size * sums / STORED
+    products = (COST.TALL if _tall(config, factor) else COST.PRODUCT[factor]) * sums
+    end = 4 * sums / COST.PARTED if config.SPLIT > 1 else size * sums / COST.STORED
 
     def taken(blocks: int) -> float:
         """Microseconds of `blocks` blocks that run at the same time."""
         beside = ceil(blocks, device.multiprocessors)
-        step = _overlapped(beside * products, beside * loads, products + STEP, (WAIT + loads) / (config.STAGES - 1)) / CLOCK
+        step = _overlapped(beside * products, beside * loads, products + COST.STEP, (COST.WAIT + loads) / (config.STAGES - 1)) / CLOCK
         return _part(seen, config) * step + beside * end
 
     blocks, slots = down * across * packs * config.SPLIT, device.multiprocessors * _blocks_per_sm(config, factor)
     again = ceil(blocks, slots) - 1
-    us = again * (taken(slots) + PER_ROUND) + taken(blocks - again * slots)
-    us += PAIRS if isinstance(config, WgradPairs) else 0
-    us *= FLIPPED_TIME if config.FLIPPED and size == 2 else 1
-    added = REDUCE + 4 * config.SPLIT * part_sums(problem, config) / ADDED if config.SPLIT > 1 else 0
-    copied = sum(COPY + 32 * args.words / COPIED for _, args in channel_copies(seen))
-    return FIRST + _overlapped(us, _moved(problem) / MEMORY) + added + copied
+    us = again * (taken(slots) + COST.PER_ROUND) + taken(blocks - again * slots)
+    us += COST.PAIRS if isinstance(config, WgradPairs) else 0
+    us *= COST.FLIPPED_TIME if config.FLIPPED and size == 2 else 1
+    added = COST.REDUCE + 4 * config.SPLIT * part_sums(problem, config) / COST.ADDED if config.SPLIT > 1 else 0
+    copied = sum(FORM_COST.COPY + 32 * args.words / FORM_COST.COPIED for _, args in channel_copies(seen))
+    return COST.FIRST + _overlapped(us, _moved(problem) / COST.MEMORY) + added + copied
 
 
 def _overlapped(*parts: float) -> float:
@@ -486,8 +460,3 @@ def _moved(problem: ConvProblem) -> float:
     forward = forward_of(problem)
     met = math.prod(min(1.0, taps / stride) for taps, stride in zip(forward.filter_size, forward.stride, strict=True))
     return problem.itemsize * (met * math.prod(forward.input_shape) + math.prod(forward.result_shape) + math.prod(problem.result_shape))
-
-
-def choose(problem: ConvProblem, device: Device) -> tuple[float, WgradNhwc] | None:
-    """The configuration that should be fastest, behind the microseconds it should take; None where none runs."""
-    return fastest((time(problem, config, device), config) for config in configs(problem, device))

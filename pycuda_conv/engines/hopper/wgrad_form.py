@@ -14,6 +14,7 @@ from typing import Any
 
 from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing, phase_addressing
 from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import ceil, forward_of, phases
 from pycuda_conv.engines.hopper.common import CLOCK, map_type, pixel_cycles, stage_channels
 from pycuda_conv.problem import ConvProblem
@@ -95,9 +96,9 @@ def fold_level(problem: ConvProblem) -> int:
         blocks = ceil(folded.C, block_channels(problem)) * math.prod(folded.filter_size)
         loading = blocks * position_count(problem) * pixel_cycles(problem.itemsize * folded.C) / CLOCK / 132
         size = math.prod(folded.input_shape)
-        return loading + (
-            0 if folded.C == forward.C and not level else COPY + problem.itemsize * (math.prod(forward.input_shape) + 2 * size) / COPIED
-        )
+        if folded.C == forward.C and not level:
+            return loading
+        return loading + (FORM_COST.COPY + problem.itemsize * (math.prod(forward.input_shape) + 2 * size) / FORM_COST.COPIED)
 
     few = not in_planes(problem) and forward.groups == 1 and forward.C < block_channels(problem) and 0 not in forward.result_shape
     return min((0, 1, 2) if few else (0,), key=microseconds)
@@ -168,4 +169,4 @@ def position_count(problem: ConvProblem) -> int:
     return forward.N * math.prod(forward.output_size)
 
 
-COPY, COPIED = 1.3, 2.23e6  # the same of a launch of fold_channels.cu
+FORM_COST = costs("hopper.wgrad_form")

@@ -34,8 +34,6 @@ SLACK = 64
 SHARED_STEPS = (55 << 10, 74 << 10, 112 << 10)
 #: Blocks of a multiprocessor, which the kernels' registers allow.
 MOST_BLOCKS = 4
-#: Slices of a volume that a block filters at a time.
-VOLUME_STEP = 8
 #: The most colours that lie behind one another in a row.
 MOST_COLOURS = 8
 #: The types of pixels, as the kernels know them.
@@ -209,7 +207,10 @@ def _strip_length(tile: Tile, p: int, others: int, taps: int, shared: int, devic
 
 
 def separable(window: Window, taps: tuple[int, int], device: Device) -> KernelLaunch:
-    """A filter of `taps` along rows' axis (h) and columns' axis (w); 0 is no filter. Buffers: x, both filters, previous results | y."""
+    """A filter of `taps` along rows' axis (h) and columns' axis (w); 0 is no filter. Buffers: x, both filters, previous results | y.
+
+    On a GPU, three kernels do it: see :func:`_kernel_for`.
+    """
     return _launch("separable", window, (1, *taps), device)
 
 
@@ -218,11 +219,6 @@ def total(window: Window, taps: tuple[int, int, int], device: Device) -> KernelL
     of the squares, with `root` its root. Buffers: x, the filters, nothing | y.
     """
     return _launch("sum", window, taps, device)
-
-
-def volume(window: Window, taps: tuple[int, int, int], device: Device) -> KernelLaunch:
-    """Filters of `taps` along all three axes, one after another, on a GPU. Buffers: x, the filters, previous results | y."""
-    return _launch("volume", window, taps, device)
 
 
 def correlate(window: Window, taps: tuple[int, int, int], device: Device, skip: bool = False) -> KernelLaunch:
@@ -245,53 +241,72 @@ def packed(filters: np.ndarray, window: Window, device: Device) -> np.ndarray:
     return np.ascontiguousarray(wide.reshape(t, r, groups, lanes).transpose(0, 2, 1, 3)).ravel()
 
 
-def _volume_tile(q: int, colours: int, taps: tuple[int, int, int], lanes: int) -> Tile:
-    """The tile of a slice of a volume, on a GPU."""
-    t, r, s = taps
-    p, wide_q = 16, min(max(32 // (8 * colours), 1), ceil(q, 8 * colours)) * 8 * colours
-    halo_p, halo_q = p + r - 1, wide_q + (s - 1) * colours
-    pitch, wide = (halo_q + 7) | 1, wide_q + lanes
-    rows = ceil(VOLUME_STEP * halo_p, 8 * lanes) * 8 * lanes
-    room = sum(ceil(n, 8) * 8 for n in taps) + (t - 1 + VOLUME_STEP) * p * wide + VOLUME_STEP * halo_p * wide + rows * pitch
-    return Tile(p, wide_q, halo_p, halo_q, pitch, wide, room, VOLUME_STEP)
+#: How far a filter of walk.cu reaches to each side, one text for all; columns of a warp there; its warps on a multiprocessor.
+REACHES, WARP_COLUMNS, WARPS = (1, 4), 128, 16
 
 
-def volume_fits(window: Window, taps: tuple[int, int, int], device: Device) -> bool:
-    """Whether filters along all three axes should go into one launch: two blocks of a multiprocessor have the memory, tiles fill the GPU.
+def _reach_of_walk(window: Window, taps: tuple[int, int, int]) -> int | None:
+    """How far walk.cu has to reach for a filter along rows and columns, or None if the filter or the image is not for it."""
+    _, r, s = taps
+    before, w = window.before[2], window.size[2]
+    if not r or not s or window.sums != "float32" or window.colours != 1 or window.result[2] != w or w % 4 or not _x_in_fours(window):
+        return None
+    return next((reach for reach in REACHES if max(r - reach - 1, before, s - 1 - before) <= reach and before >= 0), None)
 
-    Fewer tiles take longer than a launch for rows and columns and one for slices: 256 x 256 x 256 288 us instead of 239 on an H200.
-    """
-    q = window.result[2] * window.colours
-    tile = _volume_tile(q, window.colours, taps, 16 // window.sum_bytes)
-    tiles = prod(count for count, *_ in window.images) * ceil(window.result[1], tile.p) * ceil(q, tile.q)
-    room = tile.room * window.sum_bytes <= min(SHARED_STEPS[-1], shared_limit(device))
-    return device.backend == "cuda" and room and tiles >= 2 * device.multiprocessors
+
+def _x_in_fours(window: Window) -> bool:
+    """Whether all rows of x begin at a multiple of four elements."""
+    return _in_fours((*(step for _, step, _ in window.images), *window.x_strides), 4)
+
+
+def _kernel_for(window: Window, taps: tuple[int, int, int], device: Device) -> str:
+    """The kernel of a separable filter: of a short one along rows and columns, of one along rows' axis alone, or of any."""
+    if device.backend == "cuda":
+        if _reach_of_walk(window, taps) is not None:
+            return "walk"
+        if taps[1] and not taps[2] and window.colours == 1 and not window.size[2] % 4 and _x_in_fours(window):
+            return "columns"
+    return "separable"
+
+
+def _warp_rows(p: int, others: int, halo: int, device: Device) -> int:
+    """Rows of a warp's strip, of which there are `others` beside one another."""
+    resident = device.multiprocessors * WARPS
+    sizes = {ceil(p, count) for count in range(1, ceil(p, 16) + 1)} | {p}
+    return min(sizes, key=lambda rows: (ceil(others * ceil(p, rows), resident) * (rows + halo + 8), rows))
+
+
+def _tile_for(kernel: str, window: Window, taps: tuple[int, int, int], device: Device) -> Tile | None:
+    if kernel == "walk":
+        return Tile(0, WARP_COLUMNS, 0, 0, 0, 0, 0)
+    if kernel == "columns":
+        return Tile(8 * THREADS // 32, 32 * (16 // window.sum_bytes), 0, 0, 0, 0, ceil(taps[1], 8) * 8)
+    return fits(window, taps, kernel == "correlate", device)
 
 
 def _launch(kernel: str, window: Window, taps: tuple[int, int, int], device: Device, skip: bool = False) -> KernelLaunch:
-    dense, host = kernel == "correlate", device.backend != "cuda"
-    (d, h, w), (o, p, q), colours = window.size, window.result, window.colours
-    deep = kernel == "volume"
-    tile = _volume_tile(q * colours, colours, taps, 16 // window.sum_bytes) if deep else fits(window, taps, dense, device)
+    host, (d, h, w), (o, p, q), colours = device.backend != "cuda", window.size, window.result, window.colours
+    kernel = _kernel_for(window, taps, device) if kernel == "separable" else kernel
+    tile = _tile_for(kernel, window, taps, device)
     if tile is None:
         raise ValueError(f"a filter of {taps} taps does not fit a block's memory")
     lanes, shared = 16 // window.sum_bytes, 0 if host else tile.room * window.sum_bytes
     counts, x_steps, y_steps = zip(*window.images, strict=True)
-    across = ceil(q * colours, tile.q)
-    tile_p, tile_d = tile.p, 1
-    if deep:
-        tile_d = _strip_length(tile, o, prod(counts) * ceil(p, tile.p) * across, taps[0], shared, device)
-    elif not host and not dense:
+    across, reach = ceil(q * colours, tile.q), 0
+    tile_p = tile.p
+    if kernel == "walk":
+        reach = _reach_of_walk(window, taps) or 0
+        tile_p = _warp_rows(p, prod(counts) * o * across, 2 * reach, device)
+    elif not host and kernel in ("separable", "sum"):
         tile_p = _strip_length(tile, p, prod(counts) * o * across, taps[1], shared, device)
-    strips = ceil(o, tile_d)
     args: dict[str, int] = {
-        "tiles_p": ceil(p, tile_p), "tiles_q": across, "o": strips, "o_end": o, "tile_d": tile_d, "middle": counts[1], "inner": counts[2],
+        "tiles_p": ceil(p, tile_p), "tiles_q": across, "o": o, "middle": counts[1], "inner": counts[2],
         "d": d, "h": h, "w": w * colours, "p": p, "q": q * colours, "colours": colours, "t": taps[0], "r": taps[1], "s": taps[2],
         "tile_p": tile_p, "tile_q": tile.q, "halo_p": tile.halo_p, "halo_q": tile.halo_q, "pitch": tile.pitch, "wide": tile.wide,
         "step": tile.step, "by_eighth_q": divider(max(tile.q // 8, 1)), "by_quarter_q": divider(max(tile.q // lanes, 1)),
         "value": bits(window.value, window.sum_bytes), "square": window.square, "add": window.add, "root": window.root,
         "box_h": window.boxes[0], "box_w": window.boxes[1],
-        "x_fours": _in_fours((*x_steps, *window.x_strides), 4), "y_fours": _in_fours((*y_steps, *window.y_strides), lanes), "skip": skip,
+        "x_fours": _x_in_fours(window), "y_fours": _in_fours((*y_steps, *window.y_strides), lanes), "skip": skip,
         "x_d": window.x_strides[0], "x_h": window.x_strides[1], "y_d": window.y_strides[0], "y_h": window.y_strides[1],
     }  # fmt: skip
     for name, x_step, y_step in zip(("outer", "middle", "inner"), x_steps, y_steps, strict=True):
@@ -299,11 +314,14 @@ def _launch(kernel: str, window: Window, taps: tuple[int, int, int], device: Dev
     for axis, n, before, border in zip("dhw", window.size, window.before, window.borders, strict=True):
         args[f"pad_{axis}"] = before
         args |= {f"{name}_{axis}": number for name, number in border_numbers(border, n, before).items()}
-    blocks = prod(counts) * strips * args["tiles_p"] * args["tiles_q"]
+    blocks = prod(counts) * o * args["tiles_p"] * args["tiles_q"]
+    args |= {"strips": blocks, "reach": reach}
+    if kernel == "walk":
+        blocks = ceil(blocks, THREADS // 32)
     if blocks > GRID_LIMIT:
         raise ValueError(f"the images take {blocks:,} blocks, and a launch has at most {GRID_LIMIT:,}")
-    reach = max(_reach(window, x_steps, window.x_strides, window.size), _reach(window, y_steps, window.y_strides, window.result))
-    defines = _defines(window.input, window.output, int(reach >= 2**31), host)
+    extent = max(_extent(window, x_steps, window.x_strides, window.size), _extent(window, y_steps, window.y_strides, window.result))
+    defines = _defines(window.input, window.output, int(extent >= 2**31), host)
     return KernelLaunch(
         f"images_{kernel}" + "_cpu" * host, defines, blocks, defines["THREADS"], (0, 1, 2, 3), (), f"images_{kernel}" + "_cpu" * host,
         shared=shared, arguments=arguments(WindowArguments, **args),
@@ -315,7 +333,7 @@ def _in_fours(steps: Sequence[int], count: int) -> bool:
     return not any(step % count for step in steps)
 
 
-def _reach(window: Window, steps: Sequence[int], strides: Sequence[int], size: Sequence[int]) -> int:
+def _extent(window: Window, steps: Sequence[int], strides: Sequence[int], size: Sequence[int]) -> int:
     """Elements from an array's first to its last."""
     outer = sum((count - 1) * step for (count, *_), step in zip(window.images, steps, strict=True))
     return outer + (size[0] - 1) * strides[0] + (size[1] - 1) * strides[1] + size[2] * window.colours
@@ -336,7 +354,7 @@ def compiled(kernel: str, window: Window, taps: tuple[int, int, int], device: An
 
 
 #: The most texts, as an engine says it.
-MOST_VARIANTS = {"cuda": 56, "opencl": 28}
+MOST_VARIANTS = {"cuda": 69, "opencl": 28}
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
@@ -344,8 +362,9 @@ def variants(device: Device) -> Iterator[VariantSet]:
     host = device.backend != "cuda"
     narrow = tuple(CODES[name] for name in ("float32", "uint8", "int8", "uint16", "int16"))
     more = {"THREADS": (1 if host else THREADS,)} | ({"ROOM": (OPENCL_ROOM,)} if host else {})
-    kernels = ("separable_cpu", "correlate_cpu") if host else ("separable", "correlate", "volume", "sum")
+    kernels = ("separable_cpu", "correlate_cpu") if host else ("separable", "walk", "columns", "correlate", "sum")
     for kernel in (f"images_{name}" for name in kernels):
         choices = {"DTYPE": (32,), "INDEX_64": (0, 1), "IN": narrow, "OUT": narrow, **more}
         yield VariantSet(kernel, choices, lambda defines: defines["IN"] == defines["OUT"] or 32 in (defines["IN"], defines["OUT"]))
-        yield VariantSet(kernel, {**choices, "DTYPE": (64,), "IN": (64,), "OUT": (64,)})
+        if kernel != "images_walk":
+            yield VariantSet(kernel, {**choices, "DTYPE": (64,), "IN": (64,), "OUT": (64,)})

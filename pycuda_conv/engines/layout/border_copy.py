@@ -8,11 +8,12 @@ from typing import Any
 
 from pycuda_conv import borders
 from pycuda_conv.engines.geometry import accumulator_bytes, arguments, bits, by_axis, ceil, divider, shown_once_along
-from pycuda_conv.engines.schedule import INPUT, RESIDUAL, RESULT, WEIGHT
+from pycuda_conv.engines.layout import border_planes
+from pycuda_conv.engines.schedule import INPUT, RESIDUAL, RESULT
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
-from pycuda_conv.runtime.base import BufferSlice, KernelLaunch
+from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch
 
 THREADS = 256
 EACH = {"float16": 8, "bfloat16": 8, "float32": 4, "float64": 4}  # elements that a thread copies
@@ -22,7 +23,7 @@ TYPES = {
     "bfloat16": 11, "float32": 12, "float64": 13,
 }  # fmt: skip
 #: The most texts, as an engine says it.
-MOST_VARIANTS = {"cuda": 4, "opencl": 4}
+MOST_VARIANTS = {"cuda": 8, "opencl": 4}
 
 BorderArguments = kernel_struct("bordered", "BorderArguments")
 
@@ -73,9 +74,7 @@ def _args(
 
 #: Arguments of other kernels than ``border_copy``.
 _OF_OTHERS = dict.fromkeys((
-    "rows", "rows_each", "lane_bits", "tiles", "positions", "vector", "planes", "channels", "multiplier", "y_image", "y_channel",
-    "y_pixel", *"opqtrs",
-    *(f"{name}_{axis}" for name in ("stride", "pad", "dil") for axis in "dhw"),
+    "rows", "rows_each", "lane_bits", "tiles", "positions", "vector", "planes",
 ), 0)  # fmt: skip
 
 
@@ -88,11 +87,15 @@ def _is_big(problem: ConvProblem) -> bool:
     return max(problem.largest_array, problem.padded.largest_array) >= 2**31 - 2**20
 
 
-def copy(problem: ConvProblem, to: BufferSlice) -> KernelLaunch:
+def copy(problem: ConvProblem, to: BufferSlice, device: Device) -> KernelLaunch:
     """Copy the image, the array that `problem` reads first, with its border and in the arithmetic's type."""
     big, none = _is_big(problem), (0, 0, 0)
     outer, inner = _outer_and_inner(problem, problem.operand_channels)
     before, after = (none, none) if problem.direction == "dgrad" else problem.border_sizes
+    if inner == 1 and (before, after) != (none, none):
+        launch = border_planes.copy(problem, outer, big, to, device)
+        if launch is not None:
+            return launch
     args, written = _args(
         problem.dtype, outer, problem.operand_size, inner, problem.border or borders.NONE, before, after, big, False,
         value=bits(problem.border_value, accumulator_bytes(problem)), type=TYPES[problem.input_dtype], has_residual=0,
@@ -128,11 +131,14 @@ def _copy(dtype: str, big: bool, args: Any, written: int, source: BufferSlice, t
     return KernelLaunch("border_rows", _defines(dtype, big), blocks_of(each), THREADS, (source, target), (), "bordered", arguments=args)
 
 
-def fold(problem: ConvProblem, wide: BufferSlice, to: BufferSlice) -> list[KernelLaunch]:
+def fold(problem: ConvProblem, wide: BufferSlice, to: BufferSlice, device: Device) -> list[KernelLaunch]:
     """Launches, one behind the other, that add the border of a gradient by the input to the pixels that it shows, and a residual."""
     big, border = _is_big(problem), problem.border or borders.NONE
     outer, inner = _outer_and_inner(problem, problem.result_channels)
     before, after = problem.border_sizes
+    at_once = border_planes.fold(problem, outer, big, wide, to, device) if inner == 1 else None
+    if at_once is not None:
+        return [at_once]
 
     def launch(rims: bool) -> KernelLaunch:
         args, written = _args(
@@ -153,23 +159,7 @@ def fold(problem: ConvProblem, wide: BufferSlice, to: BufferSlice) -> list[Kerne
     return [_copy(problem.dtype, big, args, written, wide, to), launch(True)]
 
 
-PLANES = 8  # planes, or images with channels last, of a thread of ``border_gradient``
-
-
-def add_gradient(problem: ConvProblem, dy: BufferSlice, to: BufferSlice) -> KernelLaunch:
-    """Add what the border shows to the gradient by the input of a depthwise layer, which is there as of zeros."""
-    big, border, (before, after) = _is_big(problem), problem.border or borders.NONE, problem.border_sizes
-    last, channels, plane = problem.layout == "NHWC", problem.C, math.prod(problem.output_size)
-    outer, inner = _outer_and_inner(problem, channels)
-    groups = ceil(outer, PLANES)
-    args, written = _args(
-        problem.dtype, groups, problem.input_size, inner, border, before, after, big, True, True, value=0, type=0, has_residual=0,
-        planes=outer, channels=channels, multiplier=problem.K // channels, y_image=problem.K * plane, y_channel=1 if last else plane,
-        y_pixel=problem.K if last else 1, **by_axis("", problem.output_size, "opq"), **by_axis("", problem.filter_size, "trs"),
-        **by_axis("stride_", problem.stride), **by_axis("pad_", problem.padding_before), **by_axis("dil_", problem.dilation),
-    )  # fmt: skip
-    blocks, buffers = ceil(written, THREADS), (dy, WEIGHT, to)
-    return KernelLaunch("border_gradient", _defines(problem.dtype, big), blocks, THREADS, buffers, (), "bordered", arguments=args)
+PLANES = 8  # planes, or images with channels last, of a thread of ``border_fold``
 
 
 def round_to(problem: ConvProblem, exact: BufferSlice) -> KernelLaunch:
@@ -191,6 +181,8 @@ def converting(size: int, given: str, dtype: str, source: BufferSlice, target: B
     return KernelLaunch("border_copy", _defines(dtype, big), blocks, THREADS, (source, target), (), "bordered", arguments=args)
 
 
-def variants() -> Iterator[VariantSet]:
+def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each type."""
     yield VariantSet("bordered", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "THREADS": (THREADS,)})
+    if device.backend == "cuda":
+        yield from border_planes.variants()

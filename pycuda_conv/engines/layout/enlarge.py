@@ -14,7 +14,7 @@ from pycuda_conv.runtime.base import BufferSlice, KernelLaunch
 
 THREADS = 256
 WORDS = (1, 2, 4, 8, 16)  # bytes of what a thread copies
-ROWS, MOST = 32, 96  # rows of a block of sum_taps.cu, and elements of a row that it keeps
+ROWS, MOST = 32, 288  # rows of a block of sum_taps.cu, and elements of a row that it keeps: half as many of float64
 #: The most variants, as an engine says it.
 MOST_VARIANTS = {"cuda": 9, "opencl": 9}
 
@@ -53,11 +53,12 @@ def sum_taps(problem: ConvProblem, given_last: bool, last: bool, to: BufferSlice
     rows, channels, taps = problem.K // problem.groups, problem.C // problem.groups, math.prod(made.filter_size)
     given = t * r * s
     steps = (given * channels, 1, channels) if given_last else (given * channels, given, 1)
-    across = max(1, min(channels, MOST // given))
+    most = MOST // 2 if problem.dtype == "float64" else MOST
+    across = max(1, min(channels, most // given))
     tiles, tiles_k = ceil(channels, across), ceil(rows, ROWS)
     args = arguments(
         SumTapsArguments, rows=rows, channels=channels, across=across, tiles=tiles, tiles_k=tiles_k, given=given, taps=taps,
-        r_taps=made.filter_size[1], s_taps=made.filter_size[2], run=across * given, shared=int(given <= MOST), last=int(last),
+        r_taps=made.filter_size[1], s_taps=made.filter_size[2], run=across * given, shared=int(given <= most), last=int(last),
         given_last=int(given_last), t=t, r=r, s=s, **by_axis("times_", problem.upsample),
         **by_axis("empty_", [before for before, _ in problem.empty_taps]),
         **dict(zip(("row_step", "channel_step", "tap_step"), steps, strict=True)),

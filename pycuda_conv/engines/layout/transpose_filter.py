@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import arguments, ceil
 from pycuda_conv.engines.schedule import WEIGHT
 from pycuda_conv.engines.struct import kernel_struct
@@ -13,7 +14,7 @@ from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, KernelLaunch
 
 TILE = 64  # rows, and channels, of a block
-TIME = 2.2  # microseconds of such a launch
+TIME = costs("layout.transpose_filter").TIME  # microseconds of such a launch
 
 
 TransposedFilter = kernel_struct("transpose_filter", "TransposedFilter")

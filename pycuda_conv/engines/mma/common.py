@@ -12,13 +12,6 @@ RATES = {(8, 0): 1024, (8, 7): 512, (9, 0): 1270, (10, 0): 1024, (10, 3): 1024}
 OTHER_RATE = 256
 
 
-def unsupported(device: Device) -> str | None:
-    """Why kernels on ``mma.sync`` can't run on `device`, or None if they can."""
-    if device.capability < (8, 0):
-        return "it takes a GPU of compute capability 8.0 or more"
-    return None
-
-
 def product_rate(device: Device) -> int:
     """Products of 16-bit numbers with float32 sums, a cycle and multiprocessor."""
     return RATES.get(device.capability, OTHER_RATE)

@@ -15,6 +15,7 @@ from itertools import product
 from typing import Any
 
 from pycuda_conv.engines.base import Config, fastest
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import (
     Phase,
     arguments,
@@ -28,6 +29,7 @@ from pycuda_conv.engines.geometry import (
     too_many_phases,
     written_strides,
 )
+from pycuda_conv.engines.limits import NOT_EMPTY, Takes, Tiles, of_capability, types
 from pycuda_conv.engines.schedule import (
     BIAS,
     INPUT,
@@ -40,7 +42,6 @@ from pycuda_conv.engines.schedule import (
     Buffer,
     Schedule,
     finish,
-    grid_refusal,
 )
 from pycuda_conv.engines.split_sum import reduce_launch, splits
 from pycuda_conv.engines.struct import kernel_struct
@@ -50,9 +51,7 @@ from pycuda_conv.runtime.base import Device, KernelLaunch
 
 BLOCK_K = 16  # of gemm k, in a stage, for a warp
 FILTER_THREADS = 256
-LAUNCH = 1.5  # microseconds of each launch of a phase beyond those that run side by side
-L2 = 25e6  # bytes that stay in the L2 cache
-LINE = 0.0009  # microseconds of a multiprocessor for each cache line that copies touch
+COST = costs("mma.dmma")
 MOST = 2**31 - 2**20  # elements of an array: the kernel counts in 32 bits, and a little past the end
 
 
@@ -67,6 +66,7 @@ class Dmma(Config):
 
 CONFIGS = (Dmma,)
 LAYOUTS = "NCHW", "NHWC", "CNHW"
+RUNS_ON = of_capability((8, 0), (9, 0), (10, 0))  # others have a few double-precision units for compatibility alone
 TENSOR_CORES = True
 MOST_VARIANTS = {"cuda": 67}
 
@@ -74,38 +74,33 @@ MOST_VARIANTS = {"cuda": 67}
 class _Tile:
     """Properties of a tile of one size.
 
-    `rates` and `start` were fitted to 199 timings on H200 and H100, with a mean error of 8%.
-
     WARP_M, WARP_N : a warp's part of the tile
     STAGES, stages_80 : stages of the ring on Hopper, and on Ampere, which has less shared memory
+    SLICES : slices of 8 k in a stage
     rates : TFLOP/s of all 132 multiprocessors with one block each, with two, and so on, up to as many as fit
     start : microseconds of a block beside its products
-    SLICES : slices of 8 k in a stage
     """
 
     WARP_M: int
     WARP_N: int
     STAGES: int
     stages_80: int
+    SLICES: int
     rates: tuple[float, ...]
     start: float
-    SLICES: int = 2
 
 
-TILES = {
-    (64, 64): _Tile(32, 32, 4, 3, (40.0, 43.0, 53.0), 1.4), (128, 64): _Tile(32, 64, 4, 3, (44.0, 58.0), 2.2),
-    (32, 32): _Tile(16, 16, 5, 3, (20.7, 27.2), 1.1, 4), (32, 64): _Tile(16, 32, 4, 3, (20.2, 31.3, 36.6), 0.9),
-}  # fmt: skip
-#: The same for sums that are cut into chains: these need twice the registers, which larger tiles do not have.
-CUT = {
-    (64, 64): replace(TILES[64, 64], rates=(32.0, 43.0), start=4.0), (32, 32): replace(TILES[32, 32], rates=(18.1, 28.9), start=1.4),
-}  # fmt: skip
-#: Their times for one tap, which needs no tables: fitted to 470 timings on H100s, with an error of 13%.
-OF_ONE_TAP = {
-    (64, 64): replace(TILES[64, 64], rates=(49.8, 55.1, 57.0), start=0.9),
-    (128, 64): replace(TILES[128, 64], rates=(46.1, 55.5), start=1.4),
-    (32, 32): replace(TILES[32, 32], rates=(38.7, 40.5), start=0.8), (32, 64): replace(TILES[32, 64], rates=(42.9, 50.8, 50.8), start=0.6),
-}  # fmt: skip
+#: WARP_M, WARP_N, STAGES, stages_80, and SLICES.
+SIZES = {(64, 64): (32, 32, 4, 3, 2), (128, 64): (32, 64, 4, 3, 2), (32, 32): (16, 16, 5, 3, 4), (32, 64): (16, 32, 4, 3, 2)}
+
+
+def _tiles_of(costs: Mapping[tuple[int, int], tuple[tuple[float, ...], float]]) -> dict[tuple[int, int], _Tile]:
+    return {size: _Tile(*SIZES[size], *of_tile) for size, of_tile in costs.items()}
+
+
+TILES = _tiles_of(COST.TILES)
+CUT = _tiles_of(COST.CUT)  # for sums that are cut into chains: these need twice the registers, which larger tiles do not have
+OF_ONE_TAP = _tiles_of(COST.ONE_TAP)  # their times for one tap, which needs no tables
 
 
 DmmaArguments = kernel_struct("dmma", "DmmaArguments")
@@ -114,39 +109,6 @@ DmmaFilterArguments = kernel_struct("dmma", "DmmaFilterArguments")
 
 
 # ---- what runs
-
-
-def unsupported(device: Device) -> str | None:
-    """Why the engine can't run on `device`, or None if it can."""
-    # 8.6, 8.9 and 12.0 have a few double-precision units for compatibility alone
-    if device.capability not in ((8, 0), (9, 0), (10, 0)):
-        return "it takes a GPU of compute capability 8.0, 9.0 or 10.0"
-    return None
-
-
-def why_not(problem: ConvProblem) -> str | None:
-    """Why no configuration can run `problem`, or None if one may."""
-    if problem.dtype != "float64":
-        return "it takes float64 arrays"
-    if problem.is_empty:
-        return "there is nothing to compute"
-    return too_many_phases(problem, besides_repeats=True)
-
-
-def refusal(problem: ConvProblem, config: Dmma) -> str | None:
-    """Why `config` can't run `problem`, or None if it can."""
-    reason = why_not(problem)
-    if reason:
-        return reason
-    if problem.largest_array >= MOST or config.SPLIT * math.prod(problem.result_shape) >= MOST or _reduction(problem) >= MOST:
-        return "it counts elements in 32 bits"
-    if (config.BLOCK_M, config.BLOCK_N) not in TILES:
-        return f"its tiles are {', '.join(f'{m} x {n}' for m, n in TILES)}"
-    if config.SPLIT < 1:
-        return "it has at least one split"
-    if _tile(problem, config) is None:
-        return "its tile has no registers for sums that are cut into chains"
-    return grid_refusal(max(_tiles(problem, config, part) for part in _parts(problem)) * config.SPLIT)
 
 
 def _tile(problem: ConvProblem, config: Dmma) -> _Tile | None:
@@ -460,18 +422,26 @@ def _is_listed(d: Mapping[str, int]) -> bool:
     return d["B_VEC"] <= d["A_VEC"] and not (d["CHAINS"] and (one_tap or not a_rows))
 
 
+def _in_32_bits(problem: ConvProblem, config: Dmma) -> bool:
+    return max(problem.largest_array, config.SPLIT * math.prod(problem.result_shape), _reduction(problem)) < MOST
+
+
+TAKES = Takes(types("float64"), NOT_EMPTY, lambda problem: too_many_phases(problem, besides_repeats=True))
+LEGAL = Tiles(
+    TAKES, Dmma, ("it counts elements in 32 bits", _in_32_bits), ("it has at least one split", lambda _, config: config.SPLIT >= 1),
+    ("its tile has no registers for sums that are cut into chains", lambda problem, config: _tile(problem, config) is not None),
+    blocks=lambda problem, config: max(_tiles(problem, config, part) for part in _parts(problem)) * config.SPLIT,
+    together={("BLOCK_M", "BLOCK_N"): TILES},
+)  # fmt: skip
+
+
 # ---- the choice
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Dmma]:
     """The configurations worth comparing for `problem`."""
-    if why_not(problem):
-        return
-    for m, n in TILES:
-        for split in splits(problem, _reduction(problem) // 128):
-            config = Dmma(m, n, split)
-            if refusal(problem, config) is None:
-                yield config
+    if TAKES.why_not(problem) is None:
+        yield from LEGAL.legal(problem, SPLIT=splits(problem, _reduction(problem) // 128))
 
 
 def time(problem: ConvProblem, config: Dmma, device: Device) -> float:
@@ -487,26 +457,26 @@ def time(problem: ConvProblem, config: Dmma, device: Device) -> float:
         tile = OF_ONE_TAP[config.BLOCK_M, config.BLOCK_N]
     at_once, rate = len(tile.rates), tile.rates[-1]
     products = 2 * config.BLOCK_M * config.BLOCK_N * BLOCK_K / (rate * 1e6 / 132)
-    stage = math.hypot(products, LINE * _lines(problem, config, form))
+    stage = math.hypot(products, COST.LINE * _lines(problem, config, form))
     channels = problem.operand_channels // problem.groups
     blocks = [
         (_tiles(problem, config, part) * config.SPLIT,
          ceil(ceil(channels * part.taps, block_k(config)), config.SPLIT) * block_k(config) // BLOCK_K * stage + tile.start)
         for part in _parts(problem)
     ]  # fmt: skip
-    us, added = (1.6, 1.7) if form.ONE_TAP else (3.6 if form.packs else 2.0, 3.0)
+    us, added = COST.BEGIN["one tap" if form.ONE_TAP else "packed" if form.packs else "plain"]
     if len(blocks) == 1:
         ((count, length),) = blocks
         rounds, rest = divmod(ceil(count, multiprocessors), at_once)
         us += length * (rounds * at_once + (rest * rate / tile.rates[rest - 1] if rest else 0))
     else:
         us += sum(count * length for count, length in blocks) / multiprocessors
-        us += 0.4 * at_once * max(length for _, length in blocks)
-        us += LAUNCH * max(0, len(blocks) - 4)
+        us += COST.LAST * at_once * max(length for _, length in blocks)
+        us += COST.LAUNCH * max(0, len(blocks) - 4)
     if config.SPLIT > 1:
         size = math.prod(problem.result_shape) * 8
-        us += added + size * (2 * config.SPLIT + 1) / (10e6 if config.SPLIT * size < L2 else 3.5e6)
-    return max(us, 3.0 + problem.bytes / 3.4e6)
+        us += added + size * (2 * config.SPLIT + 1) / (COST.L2_RATE if config.SPLIT * size < COST.L2 else COST.PART_RATE)
+    return max(us, COST.MEMORY_BEGIN + problem.bytes / COST.MEMORY)
 
 
 def _lines(problem: ConvProblem, config: Dmma, form: _Form) -> float:
@@ -518,7 +488,7 @@ def _lines(problem: ConvProblem, config: Dmma, form: _Form) -> float:
 
 
 #: How much faster the model must find another tile than the usual one: it is another text, for which a call may have to wait.
-USUAL, CLEARLY = (64, 64), 1.05
+USUAL = (64, 64)
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, Dmma] | None:
@@ -526,4 +496,4 @@ def choose(problem: ConvProblem, device: Device) -> tuple[float, Dmma] | None:
     timed = [(time(problem, config, device), config) for config in configs(problem, device)]
     usual = fastest(one for one in timed if (one[1].BLOCK_M, one[1].BLOCK_N) == USUAL)
     best = fastest(timed)
-    return usual if best and usual and usual[0] <= CLEARLY * best[0] else best
+    return usual if best and usual and usual[0] <= COST.CLEARLY * best[0] else best

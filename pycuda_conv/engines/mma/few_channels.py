@@ -6,12 +6,13 @@ Other engines' tiles have 64 of these channels or more, and load the input once 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from pycuda_conv.engines.base import Config, fastest
+from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import (
     Strides,
     arguments,
@@ -21,18 +22,14 @@ from pycuda_conv.engines.geometry import (
     read_strides,
     written_strides,
 )
-from pycuda_conv.engines.mma.common import SHARED_BYTES, unsupported
+from pycuda_conv.engines.limits import AMPERE, NOT_EMPTY, TWO_AXES, Takes, Tiles, types
+from pycuda_conv.engines.mma.common import SHARED_BYTES
 from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, products
 from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
-
-__all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "FewChannels", "choose", "configs", "filter_key",
-    "refusal", "schedule", "sum_order", "time", "unsupported", "variants",
-]  # fmt: skip
 
 WARPS = 4  # of a block
 STEP_BYTES, LANE_BYTES = 64, 16  # bytes of a pixel's channels: of a step, of a lane
@@ -59,7 +56,9 @@ class FewChannels(Config):
 
 CONFIGS = (FewChannels,)
 LAYOUTS = "NCHW", "NHWC"
+RUNS_ON = AMPERE
 TENSOR_CORES = True
+ORDER = ("PARTS",)  # what the order of sums depends on
 MOST_VARIANTS = {"cuda": 32}
 
 
@@ -69,38 +68,17 @@ FewChannelsArguments = kernel_struct("few_channels", "FewChannelsArguments")
 # ---- what runs
 
 
-def why_not(problem: ConvProblem) -> str | None:
-    """Why the engine can't run `problem` whatever the tile, or None if it can."""
-    if problem.layout not in LAYOUTS or problem.groups != 1:
-        return "it computes forward convolutions and gradients by the input, of one group"
-    if problem.dtype not in ELEMENTS:
-        return "it takes float16, bfloat16 and float32 arrays"
-    if problem.is_empty:
-        return "there is nothing to compute"
-    if problem.has_depth:
-        return "it takes at most two spatial axes"
-    images = problem.operand_channels * math.prod(problem.operand_size), problem.result_channels * math.prod(problem.result_size)
-    if max(*images, math.prod(problem.weight_shape)) >= 2**30:
-        return "it counts the elements of an image and of the filter in 32 bits"
-    if _axis(problem, 1).step * images[0] // problem.operand_size[1] >= 2**30:
-        return "it counts the elements between two taps in 32 bits"
-    return None
+def _apart(problem: ConvProblem) -> int:
+    """Elements of the input from a tap to the next."""
+    return _axis(problem, 1).step * problem.operand_channels * math.prod(problem.operand_size) // problem.operand_size[1]
 
 
-def refusal(problem: ConvProblem, config: FewChannels) -> str | None:
-    """Why `config` can't run `problem`, or None if it can."""
-    reason = why_not(problem)
-    if reason:
-        return reason
-    if config.BLOCK_N not in [8 * tiles for tiles in TILES] or (config.WARPS_W, config.PARTS) not in SHAPES:
-        return f"BLOCK_N must be one of {', '.join(str(8 * tiles) for tiles in TILES)}, and (WARPS_W, PARTS) one of {SHAPES}"
+def _fits(problem: ConvProblem, config: FewChannels) -> str | None:
     if problem.filter_size[2] > config.BLOCK_N:
         return f"a row of the filter has {problem.filter_size[2]} taps; its tile has {config.BLOCK_N} columns"
     tile = _tile(problem, config)
     if tile.tile_q < 1:
         return f"a row of the filter reaches beyond the tile's {tile.columns} columns of the input"
-    if tile.shared > SHARED_BYTES:
-        return f"the filter and its sums take {tile.shared:,} bytes of shared memory; a block has {SHARED_BYTES:,}"
     if tile.tiles * tile.combinations > GRID_LIMIT or tile.chunks * tile.chunk * tile.tile_q * tile.rows > GRID_LIMIT:
         return f"it has more than {GRID_LIMIT:,} tiles"
     return None
@@ -196,6 +174,23 @@ def _wide_loads(problem: ConvProblem) -> bool:
     return problem.layout == "NHWC" and problem.operand_channels * problem.itemsize % LANE_BYTES == 0
 
 
+TAKES = Takes(
+    ("it computes forward convolutions and gradients by the input, of one group", lambda p: p.layout in LAYOUTS and p.groups == 1),
+    types(*ELEMENTS), NOT_EMPTY, TWO_AXES,
+    (
+        "it counts the elements of an image and of the filter in 32 bits",
+        lambda p: max(
+            p.operand_channels * math.prod(p.operand_size), p.result_channels * math.prod(p.result_size), math.prod(p.weight_shape)
+        ) < 2**30,
+    ),
+    ("it counts the elements between two taps in 32 bits", lambda p: _apart(p) < 2**30),
+)  # fmt: skip
+LEGAL = Tiles(
+    TAKES, FewChannels, _fits, shared=(lambda problem, config: _tile(problem, config).shared, SHARED_BYTES),
+    BLOCK_N=[8 * eights for eights in TILES], together={("WARPS_W", "PARTS"): SHAPES},
+)  # fmt: skip
+
+
 # ---- launches
 
 
@@ -243,15 +238,6 @@ def _launch(problem: ConvProblem, config: FewChannels, device: Device, filter_st
     )
 
 
-def filter_key(problem: ConvProblem, config: FewChannels) -> None:
-    """None: the kernel reads the filter as it is."""
-
-
-def sum_order(problem: ConvProblem, config: FewChannels) -> Hashable:
-    """The order of a sum: rows of taps, and in each a part's channels; the taps of a row; the parts."""
-    return FewChannels, config.PARTS
-
-
 def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each tile, type and arithmetic."""
     common = {"TYPE": tuple(ELEMENTS.values()), "PRODUCTS": (1, 3), "WIDE_LOADS": FLAG}
@@ -266,34 +252,15 @@ def _is_listed(d: Mapping[str, int]) -> bool:
 
 # ---- the choice
 
-# Counted, not measured one by one: the blocks of 76 layers on an H200 in four modes took MEASURED times what is counted, most within a
-# quarter. Fitted once more to 98 times of float32: root mean square of the error 19%.
-MEASURED, MEASURED_FP32 = 2.14, 3.0
-CLOCK = 1700.0  # cycles a microsecond
-BEGIN = 4.53  # microseconds of a launch with its first loads
-MEMORY = 2.3e6  # bytes a microsecond
-PRODUCT_CYCLES = 1.27  # cycles of a multiprocessor for a product of 16 x 8 of half a step's channels
-LOAD_BYTES = 116.0  # bytes that a multiprocessor loads in a cycle from L1 and L2, a lane's channels at once
-SINGLE_CYCLES = 3.2  # cycles of a warp's load of single elements
-SHARED_RATE = 128.0  # bytes a cycle from and to shared memory
-STORE_CYCLES = 25.0  # cycles of a multiprocessor for 32 elements of the result, without their taps; and for as many of a residual
-MANY_ROWS, LARGE = 7, 0.994  # rows of taps from which on blocks take this part of what is counted: they wait less
-WAIT = 340.0  # cycles that a warp waits for a step of channels
-TILE_CYCLES = 1120.0  # cycles of a block for a tile: first loads, barriers
-FILTER_CYCLES = 0.74  # cycles of a block for an element of the filter that it rearranges first
+COST = costs("mma.few_channels")
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[FewChannels]:
     """The configurations worth comparing for `problem`: every shape of each tile that is not too wide; none if it has many channels."""
-    if problem.result_channels > MOST_CHANNELS or why_not(problem):
-        return
     columns = problem.filter_size[2] * problem.result_channels
-    for eights in TILES:
-        if eights == 1 or columns > 8 * (eights // 2):
-            for shape in SHAPES:
-                config = FewChannels(8 * eights, *shape)
-                if refusal(problem, config) is None:
-                    yield config
+    if problem.result_channels <= MOST_CHANNELS:
+        narrow = [8 * eights for eights in TILES if eights == 1 or columns > 8 * (eights // 2)]
+        yield from LEGAL.legal(problem, BLOCK_N=narrow)
 
 
 def time(problem: ConvProblem, config: FewChannels, device: Device) -> float:
@@ -308,27 +275,22 @@ def time(problem: ConvProblem, config: FewChannels, device: Device) -> float:
     steps = ceil(tile.steps, config.PARTS)
     met = tile.taps * rows * steps * eights  # products of a warp, of 16 columns and a step's channels
     loaded = (down.apart * (rows - 1) + tile.taps) * steps
-    multiplying = warps * met * sixteens * 2 * products(problem) * PRODUCT_CYCLES
-    filter_cycles = warps * met * 32 * LANE_BYTES / SHARED_RATE
+    multiplying = warps * met * sixteens * 2 * products(problem) * COST.PRODUCT_CYCLES
+    filter_cycles = warps * met * 32 * LANE_BYTES / COST.SHARED_RATE
     pixels = warps * loaded * 16 * sixteens  # loaded by all warps, a step's channels of each
-    loading = pixels * STEP_BYTES / LOAD_BYTES if _wide_loads(problem) else pixels * STEP_BYTES / size / 32 * SINGLE_CYCLES
+    loading = pixels * STEP_BYTES / COST.LOAD_BYTES if _wide_loads(problem) else pixels * STEP_BYTES / size / 32 * COST.SINGLE_CYCLES
     used, area = problem.filter_size[2] * tile.chunk, tile.rows * tile.columns
     results = tile.rows * tile.tile_q * tile.chunk
     added = config.PARTS * (used * area + results * ceil(problem.filter_size[2], across.every))
-    adding = 4 * added / SHARED_RATE + results / 32 * STORE_CYCLES * (2 if problem.has_residual else 1)
+    adding = 4 * added / COST.SHARED_RATE + results / 32 * COST.STORE_CYCLES * (2 if problem.has_residual else 1)
     workers, combinations = _workers(problem, tile, device), tile.combinations
     together = ceil(workers * combinations, device.multiprocessors)  # blocks of a multiprocessor
-    alone = loaded * WAIT + TILE_CYCLES + adding
+    alone = loaded * COST.WAIT + COST.TILE_CYCLES + adding
     each = max(alone, together * (max(multiplying, loading + filter_cycles) + adding))
-    filled = tile.taps * problem.filter_size[2] * tile.chunk * problem.operand_channels * FILTER_CYCLES + 500
-    factor = MEASURED_FP32 if products(problem) > 1 else MEASURED
-    if tile.taps >= MANY_ROWS:
-        factor *= LARGE
-    us = factor * (ceil(tile.tiles, workers) * each + filled) / CLOCK
+    filled = tile.taps * problem.filter_size[2] * tile.chunk * problem.operand_channels * COST.FILTER_CYCLES + 500
+    factor = COST.MEASURED_FP32 if products(problem) > 1 else COST.MEASURED
+    if tile.taps >= COST.MANY_ROWS:
+        factor *= COST.LARGE
+    us = factor * (ceil(tile.tiles, workers) * each + filled) / COST.CLOCK
     moved = size * (math.prod(problem.input_shape) + math.prod(problem.result_shape) * (2 if problem.has_residual else 1))
-    return BEGIN + max(us, moved / MEMORY)
-
-
-def choose(problem: ConvProblem, device: Device) -> tuple[float, FewChannels] | None:
-    """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
-    return fastest((time(problem, config, device), config) for config in configs(problem, device))
+    return COST.BEGIN + max(us, moved / COST.MEMORY)

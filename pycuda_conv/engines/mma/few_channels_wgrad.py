@@ -7,25 +7,22 @@ channels together are columns of a matrix product, whose sums run over the pixel
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from pycuda_conv.engines import split_sum
-from pycuda_conv.engines.base import Config, fastest
+from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import arguments, ceil, forward_of
-from pycuda_conv.engines.mma.common import SHARED_BYTES, product_rate, unsupported
-from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Schedule, grid_refusal
+from pycuda_conv.engines.limits import AMPERE, IN_32_BITS, NOT_EMPTY, TWO_AXES, Takes, Tiles, types
+from pycuda_conv.engines.mma.common import SHARED_BYTES, product_rate
+from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Schedule
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, limbs, products
 from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
-
-__all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "FewChannelsWgrad", "choose", "configs", "filter_key",
-    "refusal", "schedule", "sum_order", "time", "unsupported", "variants",
-]  # fmt: skip
 
 THREADS, WARPS = 256, 8
 BLOCKS = 2         # that share a multiprocessor
@@ -55,50 +52,12 @@ class FewChannelsWgrad(Config):
 
 CONFIGS = (FewChannelsWgrad,)
 LAYOUTS = ("CHWN",)
+RUNS_ON = AMPERE
 TENSOR_CORES = True
 MOST_VARIANTS = {"cuda": 25}
 
 
 # ---- what runs
-
-
-def why_not(problem: ConvProblem) -> str | None:
-    """Why the kernel can't run `problem`, or None if it can."""
-    if problem.layout not in LAYOUTS or problem.groups != 1:
-        return "it takes gradients of filters of one group, from arrays with their channels last"
-    if problem.dtype not in ELEMENTS:
-        return "it takes float16, bfloat16 and float32 arrays"
-    if problem.is_empty:
-        return "there is nothing to compute"
-    if problem.has_depth:
-        return "it takes at most two spatial axes"
-    roles = _roles(problem)
-    if roles.dense * problem.itemsize % 16:
-        return "it loads a pixel's channels of the array that has more of them by 16 bytes"
-    if roles.thin > (most := MOST_THIN[limbs(problem)]):
-        return f"it takes at most {most} channels of the input or, without strides, of the output"
-    return "it counts elements in 32 bits" if problem.largest_array >= 2**31 else None
-
-
-def refusal(problem: ConvProblem, config: FewChannelsWgrad) -> str | None:
-    """Why `config` can't run `problem`, or None if it can."""
-    reason = why_not(problem)
-    if reason:
-        return reason
-    tiles = TILES[limbs(problem)]
-    if config.N_TILES not in tiles.get(config.M_TILES, ()) or config.WARPS_N not in WARPS_N:
-        return f"N_TILES must be one of {tiles}, by M_TILES, and WARPS_N of {WARPS_N}"
-    if config.TILE_Q % GROUP:
-        return f"TILE_Q must be a multiple of {GROUP}"
-    words = math.prod(_met(_roles(problem), config))
-    if words > WORDS:
-        return f"a tile meets {words:,} elements of the array with few channels; there is room for {WORDS:,}"
-    nbytes = _shared_bytes(problem, config)
-    if nbytes > SHARED_BYTES:
-        return f"it takes {nbytes:,} bytes of shared memory; a block has {SHARED_BYTES:,}"
-    if config.PARTS > _tiles(problem, config):
-        return "each part has a tile"
-    return grid_refusal(_grid(problem, config))
 
 
 class _Axis(NamedTuple):
@@ -177,6 +136,34 @@ def _shared_bytes(problem: ConvProblem, config: FewChannelsWgrad) -> int:
     return max(tiles, config.WARPS_N * config.M_TILES * config.N_TILES * 4 * 32 * 4 if config.WARPS_N < WARPS else 0)
 
 
+def _thin(problem: ConvProblem) -> str | None:
+    roles, most = _roles(problem), MOST_THIN[limbs(problem)]
+    if roles.dense * problem.itemsize % 16:
+        return "it loads a pixel's channels of the array that has more of them by 16 bytes"
+    return None if roles.thin <= most else f"it takes at most {most} channels of the input or, without strides, of the output"
+
+
+def _fits(problem: ConvProblem, config: FewChannelsWgrad) -> str | None:
+    tiles, words = TILES[limbs(problem)], math.prod(_met(_roles(problem), config))
+    if config.N_TILES not in tiles.get(config.M_TILES, ()):
+        return f"N_TILES must be one of {tiles}, by M_TILES"
+    return None if words <= WORDS else f"a tile meets {words:,} elements of the array with few channels; there is room for {WORDS:,}"
+
+
+TAKES = Takes(
+    (
+        "it takes gradients of filters of one group, from arrays with their channels last",
+        lambda p: p.layout in LAYOUTS and p.groups == 1,
+    ),
+    types(*ELEMENTS), NOT_EMPTY, TWO_AXES, _thin, IN_32_BITS,
+)  # fmt: skip
+LEGAL = Tiles(
+    TAKES, FewChannelsWgrad, (f"TILE_Q must be a multiple of {GROUP}", lambda _, config: config.TILE_Q % GROUP == 0), _fits,
+    ("each part has a tile", lambda p, config: config.PARTS <= _tiles(p, config)), shared=(_shared_bytes, SHARED_BYTES), blocks=_grid,
+    WARPS_N=WARPS_N,
+)  # fmt: skip
+
+
 # ---- launches
 
 
@@ -215,15 +202,6 @@ def _arguments(problem: ConvProblem, config: FewChannelsWgrad) -> Any:
     )  # fmt: skip
 
 
-def filter_key(problem: ConvProblem, config: FewChannelsWgrad) -> None:
-    """None: nothing is packed."""
-
-
-def sum_order(problem: ConvProblem, config: FewChannelsWgrad) -> Hashable:
-    """How a sum is cut: into tiles, which warps and parts share."""
-    return config
-
-
 def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each type and each shape of a warp's sums."""
     for split, tiles in TILES.items():
@@ -234,19 +212,13 @@ def variants(device: Device) -> Iterator[VariantSet]:
 
 # ---- the choice
 
-CLOCK = 1700.0     # cycles a microsecond
-MEASURED = 1.33    # relative time beside what is counted: fitted to 144 times of 12 layers on an H200, root mean square of the error 20%
-ISSUED = 2.4       # instructions a cycle
-GROUP_WORK, FETCHED, LOADED = 36, 36, 23  # instructions of 16 pixels beside their products, of a fetched word, of a load of 16 bytes
-TILE, BLOCK = 1000, 4000  # cycles that a block waits in each tile, while another one may run, and at its start and end
-MEMORY = 4.0e6     # bytes a microsecond, of 132 multiprocessors
-BEGIN = 3.0        # microseconds of a launch with its first loads
+COST = costs("mma.few_channels_wgrad")
 WIDTHS, HEIGHTS = (16, 32, 64), (1, 2, 4, 8, 16)  # columns and rows of tiles
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[FewChannelsWgrad]:
     """The configurations worth comparing for `problem`: the largest tiles that fit, and as many parts as fill the GPU."""
-    if why_not(problem):
+    if TAKES.why_not(problem):
         return
     roles = _roles(problem)
     for m_tiles, n_tiles, warps in _cut(roles, problem.itemsize, limbs(problem)):
@@ -255,7 +227,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[FewChannelsWgrad]:
                 break
             fitting = [
                 config for rows in HEIGHTS if rows < 2 * roles.down.dense
-                if refusal(problem, config := FewChannelsWgrad(m_tiles, n_tiles, warps, rows, columns)) is None
+                if LEGAL.refusal(problem, config := FewChannelsWgrad(m_tiles, n_tiles, warps, rows, columns)) is None
             ]  # fmt: skip
             for config in fitting[-2:]:
                 tiles, filling = _tiles(problem, config), max(BLOCKS * device.multiprocessors // math.prod(_blocks(problem, config)), 1)
@@ -281,12 +253,12 @@ def _products(m_tiles: int, n_tiles: int, itemsize: int, split: int) -> int:
     """Instructions of a warp for 16 pixels whose elements are split into `split` numbers."""
     fragments = m_tiles * (1 if itemsize == 2 else 8 * split) + 2 * n_tiles
     added = 4 * m_tiles * n_tiles if split == 2 else 0
-    return GROUP_WORK + itemsize // 2 * (fragments + (2 * split - 1) * m_tiles * n_tiles) + added
+    return COST.GROUP_WORK + itemsize // 2 * (fragments + (2 * split - 1) * m_tiles * n_tiles) + added
 
 
 def _loading(words: float, loads: int) -> float:
     """Instructions of a block for `words` words of the thin array and `loads` 16-byte loads of the dense one."""
-    return (FETCHED * words + LOADED * loads) / 32
+    return (COST.FETCHED * words + COST.LOADED * loads) / 32
 
 
 def time(problem: ConvProblem, config: FewChannelsWgrad, device: Device) -> float:
@@ -298,16 +270,11 @@ def time(problem: ConvProblem, config: FewChannelsWgrad, device: Device) -> floa
     multiplied = products(problem) * groups * sums * steps * 16 * 8 * 16 / product_rate(device)
     words, loads = math.prod(_met(roles, config)), config.TILE_P * config.TILE_Q * config.M_TILES * itemsize
     shared = groups * steps * (4 * config.M_TILES + 3 * limbs(problem) * config.N_TILES) + (words + 4 * loads) / 32
-    issued = (groups * _products(config.M_TILES, config.N_TILES, itemsize, limbs(problem)) + _loading(words, loads)) / ISSUED
+    issued = (groups * _products(config.M_TILES, config.N_TILES, itemsize, limbs(problem)) + _loading(words, loads)) / COST.ISSUED
     busy, blocks = max(multiplied, shared, issued), ceil(_grid(problem, config), multiprocessors)  # of a multiprocessor
     at_once = min(blocks, BLOCKS)
-    cycles = ceil(_tiles(problem, config), config.PARTS) * max(at_once * busy, busy + TILE) + BLOCK
-    us = BEGIN + MEASURED * ceil(blocks, BLOCKS) * cycles / CLOCK
+    cycles = ceil(_tiles(problem, config), config.PARTS) * max(at_once * busy, busy + COST.TILE) + COST.BLOCK
+    us = COST.BEGIN + COST.MEASURED * ceil(blocks, BLOCKS) * cycles / COST.CLOCK
     moved = problem.itemsize * (math.prod(problem.input_shape) + math.prod(problem.weight_shape))
-    us = max(us, BEGIN + moved / MEMORY * 132 / multiprocessors)
+    us = max(us, COST.BEGIN + moved / COST.MEMORY * 132 / multiprocessors)
     return us if config.PARTS == 1 and itemsize == 4 else us + split_sum.time(size, config.PARTS, 4, multiprocessors)
-
-
-def choose(problem: ConvProblem, device: Device) -> tuple[float, FewChannelsWgrad] | None:
-    """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
-    return fastest((time(problem, config, device), config) for config in configs(problem, device))

@@ -8,25 +8,22 @@ of TF32 halves.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from pycuda_conv.engines.base import Config, fastest
+from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_last_strides, filter_strides
-from pycuda_conv.engines.mma.common import SHARED_BYTES, unsupported
-from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
+from pycuda_conv.engines.limits import AMPERE, IN_32_BITS, NOT_EMPTY, Takes, Tiles, types
+from pycuda_conv.engines.mma.common import SHARED_BYTES
+from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, products
 from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
-
-__all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "FewInputs", "choose", "configs", "filter_key", "refusal",
-    "schedule", "sum_order", "time", "unsupported", "variants",
-]  # fmt: skip
 
 WARPS = 8  # of a block
 TILE_PIXELS = 256  # pixels of a tile
@@ -51,7 +48,9 @@ class FewInputs(Config):
 
 CONFIGS = (FewInputs,)
 LAYOUTS = "NHWC", "NCHW"
+RUNS_ON = AMPERE
 TENSOR_CORES = True
+ORDER = ()  # all sum alike
 MOST_VARIANTS = {"cuda": 32}
 
 
@@ -59,40 +58,6 @@ FewInputsArguments = kernel_struct("few_inputs", "FewInputsArguments")
 
 
 # ---- what runs
-
-
-def why_not(problem: ConvProblem) -> str | None:
-    """Why the engine can't run `problem` whatever the tile, or None if it can."""
-    if problem.layout not in LAYOUTS or problem.direction not in ("fprop", "dgrad"):
-        return "it takes arrays with their channels last, or in NCHW"
-    if problem.layout == "NHWC" and problem.groups != 1:
-        return "with channels last it takes arrays of one group"
-    if problem.dtype == "float64":
-        return "it takes arrays of float32, float16 and bfloat16"
-    if problem.is_empty:
-        return "there is nothing to compute"
-    if problem.direction == "dgrad" and problem.stride != (1, 1, 1):
-        return "it computes gradients of convolutions without stride"
-    if problem.dilation[2] > 1 and problem.dilation[2] * _pixel(problem) * problem.itemsize % WORD:
-        return "taps that are apart begin at multiples of 4 bytes"
-    if problem.largest_array >= 2**31:
-        return "it counts elements in 32 bits"
-    return None
-
-
-def refusal(problem: ConvProblem, config: FewInputs) -> str | None:
-    """Why `config` can't run `problem`, or None if it can."""
-    reason = why_not(problem)
-    if reason:
-        return reason
-    if config.BLOCK_N not in CHANNELS or config.COLUMNS not in COLUMNS:
-        return f"BLOCK_N must be one of {', '.join(map(str, CHANNELS))}, and COLUMNS one of {', '.join(map(str, COLUMNS))}"
-    tile = _tile(problem, config)
-    if tile.shared > SHARED_BYTES:
-        return f"the filter and a patch of the input take {tile.shared:,} bytes of shared memory; a block has {SHARED_BYTES:,}"
-    if tile.tiles * tile.chunks > GRID_LIMIT:
-        return f"it has more than {GRID_LIMIT:,} tiles"
-    return None
 
 
 class _Tile(NamedTuple):
@@ -192,6 +157,22 @@ def _workers(tile: _Tile, device: Device) -> int:
     return min(tile.tiles, max(1, ceil(device.multiprocessors * _resident(tile), tile.chunks)))
 
 
+TAKES = Takes(
+    ("it takes arrays with their channels last, or in NCHW", lambda p: p.layout in LAYOUTS and p.direction in ("fprop", "dgrad")),
+    ("with channels last it takes arrays of one group", lambda p: p.layout != "NHWC" or p.groups == 1), types(*ELEMENTS), NOT_EMPTY,
+    ("it computes gradients of convolutions without stride", lambda p: p.direction == "fprop" or p.stride == (1, 1, 1)),
+    (
+        "taps that are apart begin at multiples of 4 bytes",
+        lambda p: p.dilation[2] == 1 or p.dilation[2] * _pixel(p) * p.itemsize % WORD == 0,
+    ),
+    IN_32_BITS,
+)  # fmt: skip
+LEGAL = Tiles(
+    TAKES, FewInputs, shared=(lambda problem, config: _tile(problem, config).shared, SHARED_BYTES),
+    blocks=lambda problem, config: _blocks(problem, config), BLOCK_N=CHANNELS, COLUMNS=COLUMNS,
+)  # fmt: skip
+
+
 # ---- launches
 
 
@@ -242,15 +223,6 @@ def _launch(problem: ConvProblem, config: FewInputs, device: Device, filter_step
     )  # fmt: skip
 
 
-def filter_key(problem: ConvProblem, config: FewInputs) -> None:
-    """None: the kernel reads the filter as it is."""
-
-
-def sum_order(problem: ConvProblem, config: FewInputs) -> Hashable:
-    """The same for all tiles: they sum gemm k in one order."""
-    return FewInputs
-
-
 def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each type, BLOCK_N and layout."""
     choices = {"TYPE": tuple(ELEMENTS.values()), "BLOCK_N": CHANNELS, "PLANES": FLAG, "PRODUCTS": (1, 3)}
@@ -264,41 +236,17 @@ def _is_listed(d: Mapping[str, int]) -> bool:
 
 # ---- the choice
 
-# Fitted to 480 times of 15 channels-last layers in float16 and TF32, all tiles: root mean square of the error 7%. It is 14% for 70 of 26
-# NCHW layers on an H100, to which only the cycles of separate stores were fitted.
-# 76 later times of 28 random problems on an H200 gave CLOCK, BEGIN and MEMORY: an error of 14% for 22%.
-CLOCK = 1444.0  # cycles a microsecond
-BEGIN = 3.14  # microseconds of a launch with its first loads
-MEMORY = 2.4e6  # bytes a microsecond
-NARROW_MEMORY = {8: 2.7e6, 2: 0.8e6, 1: 0.6e6}  # of tiles that write 32 bytes of a plane's rows, by the pixels that are written at once
-STEP_CYCLES = 7.36  # cycles of a multiprocessor for a warp's step of gemm k, and for each eight of its channels
-EIGHT_CYCLES = 6.97
-#: Steps beyond the first ones take this part of their time: they hide latency that the first ones wait for. It brought the root mean square
-#: of the error from 18% to 13%, for 121 times of layers of 1 to 61 steps on an H100. Float32 in NCHW was fitted separately.
-FIRST_STEPS, LATER_STEPS = 4, 0.605
-HALVES = 2.3  # relative time of three products: of eight layers on an H100, root mean square of the error 10%
-LOAD_CYCLES = 21.3  # cycles of a multiprocessor for what a warp's 32 lanes copy of a patch at once
-STORE_CYCLES = 6.0  # cycles of a multiprocessor to finish and write 16 pixels of eight channels
-APART_CYCLES = {8: 5.0, 4: 8.0, 2: 17.0, 1: 25.0}  # the same in NCHW, by the pixels written at once
-RESIDUAL_CYCLES = 57.0  # the same to add a residual
-TILE_CYCLES = 845.0  # cycles of a block for a tile: barriers
-FILTER_CYCLES = 0.35  # cycles of a multiprocessor for a number of a block's filter
-#: For float32 in NCHW, by products: relative time where a multiprocessor has one block, and where it has more. Fitted to
-#: 123 times of 28 layers on an H100 (root mean square of the error 7%), and scaled to 51 of eleven when the filter was kept as fragments.
-FLOAT_PLANES = {3: (1.08, 0.88), 1: (1.2, 0.7)}
-FLOAT_MEMORY = 2.4e6  # bytes a microsecond
-#: Bytes of results that the cache holds; and bytes a microsecond beyond them if rows are no multiple of 16 bytes, by a tile's columns.
-FLOAT_CACHED, FLOAT_APART = 3e7, {16: 0.7e6, 32: 1.06e6, 64: 1.33e6, 128: 1.9e6}
+COST = costs("mma.few_inputs")
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[FewInputs]:
     """The configurations worth comparing for `problem`: the widest blocks that its channels fill; none if it has many channels."""
     most = MOST_OF_HALVES if problem.layout == "NCHW" and products(problem) == 3 else MOST_CHANNELS.get(problem.layout, 0)
-    if _channels(problem) > most or why_not(problem):
+    if _channels(problem) > most or TAKES.why_not(problem):
         return
     channels = problem.result_channels // problem.groups
     for block in sorted(CHANNELS, key=lambda block: (ceil(channels, block) * block, -block)):
-        found = [tile for columns in COLUMNS if refusal(problem, tile := FewInputs(block, columns)) is None]
+        found = list(LEGAL.legal(problem, BLOCK_N=(block,)))
         if found:
             yield from found
             if block == 64 and problem.layout == "NCHW" and products(problem) == 3:
@@ -318,26 +266,23 @@ def time(problem: ConvProblem, config: FewInputs, device: Device) -> float:
     tile, eights = _tile(problem, config), config.BLOCK_N // 8
     halves = products(problem) == 3
     float_planes = problem.layout == "NCHW" and problem.itemsize == WORD
-    later = 0 if float_planes else max(0, tile.steps - FIRST_STEPS)
-    multiplying = WARPS * (tile.steps - later + later * LATER_STEPS) * (STEP_CYCLES + EIGHT_CYCLES * eights) * (HALVES if halves else 1)
+    later = 0 if float_planes else max(0, tile.steps - COST.FIRST_STEPS)
+    multiplying = WARPS * (tile.steps - later + later * COST.LATER_STEPS) * (COST.STEP_CYCLES + COST.EIGHT_CYCLES * eights)
+    multiplying *= COST.HALVES if halves else 1
     words = tile.patch * tile.pitch * problem.itemsize // WORD
     again = words if tile.copy_at else words // 4 if problem.itemsize == WORD and not halves else 0  # to make the copy, or to round
-    loading = (tile.patch * tile.pitch // tile.unit + again) / 32 * LOAD_CYCLES
-    of_store = STORE_CYCLES if problem.layout == "NHWC" else APART_CYCLES[_run(problem)]
-    storing = TILE_PIXELS // 16 * eights * (of_store + (RESIDUAL_CYCLES if problem.has_residual else 0))
+    loading = (tile.patch * tile.pitch // tile.unit + again) / 32 * COST.LOAD_CYCLES
+    of_store = COST.STORE_CYCLES if problem.layout == "NHWC" else COST.APART_CYCLES[_run(problem)]
+    storing = TILE_PIXELS // 16 * eights * (of_store + (COST.RESIDUAL_CYCLES if problem.has_residual else 0))
     workers = _workers(tile, device)
     together = ceil(workers * tile.chunks, device.multiprocessors)  # blocks of a multiprocessor
-    each = TILE_CYCLES + together * (multiplying + loading + storing)
-    filled = together * config.BLOCK_N * _channels(problem) * math.prod(problem.filter_size) * FILTER_CYCLES
-    us = (ceil(tile.tiles, workers) * each + filled) / CLOCK
+    each = COST.TILE_CYCLES + together * (multiplying + loading + storing)
+    filled = together * config.BLOCK_N * _channels(problem) * math.prod(problem.filter_size) * COST.FILTER_CYCLES
+    us = (ceil(tile.tiles, workers) * each + filled) / COST.CLOCK
     moved = problem.itemsize * (math.prod(problem.input_shape) + math.prod(problem.result_shape) * (2 if problem.has_residual else 1))
     if float_planes:
-        apart = max(0, moved - FLOAT_CACHED) if _run(problem) < 16 // WORD else 0
-        memory = (moved - apart) / FLOAT_MEMORY + apart / FLOAT_APART[config.COLUMNS]
-        return BEGIN + max(us * FLOAT_PLANES[products(problem)][together > 1], memory)
-    return BEGIN + max(us, moved / (NARROW_MEMORY[_run(problem)] if problem.layout == "NCHW" and config.COLUMNS == 16 else MEMORY))
-
-
-def choose(problem: ConvProblem, device: Device) -> tuple[float, FewInputs] | None:
-    """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
-    return fastest((time(problem, config, device), config) for config in configs(problem, device))
+        apart = max(0, moved - COST.FLOAT_CACHED) if _run(problem) < 16 // WORD else 0
+        memory = (moved - apart) / COST.FLOAT_MEMORY + apart / COST.FLOAT_APART[config.COLUMNS]
+        return COST.BEGIN + max(us * COST.FLOAT_PLANES[products(problem)][together > 1], memory)
+    narrow = problem.layout == "NCHW" and config.COLUMNS == 16
+    return COST.BEGIN + max(us, moved / (COST.NARROW_MEMORY[_run(problem)] if narrow else COST.MEMORY))

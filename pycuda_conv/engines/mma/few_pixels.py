@@ -12,20 +12,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from pycuda_conv.engines.base import Config, fastest
+from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import Phase, arguments, ceil, count_phases, phases, places
-from pycuda_conv.engines.hopper.common import MOST_SHARED, unsupported
-from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
+from pycuda_conv.engines.hopper.common import MOST_SHARED
+from pycuda_conv.engines.limits import HOPPER, IN_32_BITS, NOT_EMPTY, TWO_AXES, Takes, Tiles, types
+from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, products
 from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
-
-__all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "FewPixels", "choose", "configs", "filter_key", "refusal",
-    "schedule", "sum_order", "time", "unsupported", "variants",
-]  # fmt: skip
 
 WARPS, WARP_M = 8, 32  # warps of a block; channels of the result of a warp
 PHASES = 4  # of a launch
@@ -50,6 +47,7 @@ class FewPixels(Config):
 
 CONFIGS = (FewPixels,)
 LAYOUTS = ("NCHW",)
+RUNS_ON = HOPPER
 TENSOR_CORES = True
 MOST_VARIANTS = {"cuda": 32}
 
@@ -58,45 +56,6 @@ FewPixelsPhase = kernel_struct("mma_few_pixels", "FewPixelsPhase")
 
 
 # ---- what runs
-
-
-def why_not(problem: ConvProblem) -> str | None:
-    """Why the engine can't run `problem` whatever the tile, or None if it can."""
-    if problem.layout != "NCHW" or problem.groups != 1:
-        return "it takes NCHW arrays of one group"
-    if problem.dtype not in ELEMENTS:
-        return "it takes float16, bfloat16 and float32 arrays"
-    if problem.is_empty:
-        return "there is nothing to compute"
-    if problem.has_depth:
-        return "it takes at most two spatial axes"
-    taps = math.prod(problem.filter_size)
-    if taps > MOST_STEPS:
-        return f"it takes filters of up to {MOST_STEPS} taps"
-    if problem.weight_shape[1] * taps * problem.itemsize % 16:
-        return "a channel's part of the filter is a multiple of 16 bytes"
-    if problem.largest_array >= 2**31:
-        return "it counts in 32 bits"
-    if count_phases(problem) > PHASES:
-        return f"a gradient has up to {PHASES} stride phases"
-    return None
-
-
-def refusal(problem: ConvProblem, config: FewPixels) -> str | None:
-    """Why `config` can't run `problem`, or None if it can."""
-    reason = why_not(problem)
-    if reason:
-        return reason
-    if len(phases(problem)) > 1 and config.BLOCK_N != COLUMNS[0]:
-        return f"of several phases a tile has {COLUMNS[0]} pixels"
-    if config.BLOCK_M not in ROWS or config.BLOCK_N not in COLUMNS or config.CLUSTER not in CLUSTERS:
-        return f"a tile has {ROWS} channels and {COLUMNS} pixels, and {CLUSTERS} blocks share it"
-    tile = _tile(problem, config)
-    if tile is None:
-        return "what its pixels meet of all channels of a block does not fit into shared memory"
-    if _blocks(tile, config) > GRID_LIMIT:
-        return f"it has more than {GRID_LIMIT:,} blocks"
-    return None
 
 
 class _Positions(NamedTuple):
@@ -207,6 +166,23 @@ def _phase(
     )  # fmt: skip
 
 
+TAKES = Takes(
+    ("it takes NCHW arrays of one group", lambda p: p.layout == "NCHW" and p.groups == 1), types(*ELEMENTS), NOT_EMPTY, TWO_AXES,
+    (f"it takes filters of up to {MOST_STEPS} taps", lambda p: math.prod(p.filter_size) <= MOST_STEPS),
+    (
+        "a channel's part of the filter is a multiple of 16 bytes",
+        lambda p: p.weight_shape[1] * math.prod(p.filter_size) * p.itemsize % 16 == 0,
+    ),
+    IN_32_BITS, (f"a gradient has up to {PHASES} stride phases", lambda p: count_phases(p) <= PHASES),
+)  # fmt: skip
+LEGAL = Tiles(
+    TAKES, FewPixels,
+    (f"of several phases a tile has {COLUMNS[0]} pixels", lambda p, config: config.BLOCK_N == COLUMNS[0] or len(phases(p)) == 1),
+    ("what its pixels meet of all channels of a block does not fit into shared memory", lambda p, config: _tile(p, config) is not None),
+    blocks=lambda p, config: _blocks(p, config), BLOCK_M=ROWS, BLOCK_N=COLUMNS, CLUSTER=CLUSTERS,
+)  # fmt: skip
+
+
 # ---- launches
 
 
@@ -219,7 +195,7 @@ def schedule(problem: ConvProblem, config: FewPixels, device: Device, with_momen
         args += (args[-1]._replace(tiles=0),) * (PHASES - len(args))  # empty phases fill the kernel's parameter
     buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
     launch = KernelLaunch(
-        "mma_few_pixels", _defines(problem, config), _blocks(tile, config), 32 * WARPS, buffers, (),
+        "mma_few_pixels", _defines(problem, config), _blocks(problem, config), 32 * WARPS, buffers, (),
         shared=tile.shared, arguments=args, layer=finish_constants(args[0]),
     )  # fmt: skip
     return Schedule.plain([[launch]])
@@ -230,10 +206,6 @@ def _defines(problem: ConvProblem, config: FewPixels) -> dict[str, int]:
         "TYPE": ELEMENTS[problem.dtype], "PRODUCTS": products(problem), "BLOCK_N": config.BLOCK_N, "CLUSTER": config.CLUSTER,
         "PHASES": 1 if len(phases(problem)) == 1 else PHASES,
     }  # fmt: skip
-
-
-def filter_key(problem: ConvProblem, config: FewPixels) -> None:
-    """None: the kernel reads the filter as it is."""
 
 
 def sum_order(problem: ConvProblem, config: FewPixels) -> Hashable:
@@ -257,18 +229,7 @@ def _is_listed(d: Mapping[str, int]) -> bool:
 
 # ---- the choice
 
-# Fitted to 659 times of 70 problems on an H200, and again, except the steps, to 117 of float32: root mean square of the error 10%.
-CLOCK = 1700.0  # cycles a microsecond
-BEGIN = 1.34  # microseconds of a launch
-BLOCK_CYCLES, STAGE_CYCLES = 3160.0, 2260.0  # cycles of a block: its tables, first loads, and the cluster's barriers; and of each stage
-STEP_CYCLES = {  # cycles of a quarter of a multiprocessor for a warp's step, by (products, bytes of an element) and pixels
-    (3, 4): {32: 241.0, 56: 396.0}, (1, 4): {32: 105.0, 56: 65.0}, (1, 2): {32: 15.0, 56: 11.0},
-}  # fmt: skip
-WAIT = 302.0  # cycles of a warp for a step, whatever the other warps do
-X_BYTES = 11.9  # bytes of images that a multiprocessor loads in a cycle; the times don't tell the filter's bytes from the stages
-NOT_OVERLAPPED = 0.889  # part of the shorter of loads and products that adds to the longer
-ADDED_CYCLES = 0.615  # cycles of each sum of the tile
-AT_ONCE = {2: 66, 4: 30, 8: 15}  # clusters of 132 multiprocessors if each block is alone on its multiprocessor
+COST = costs("mma.few_pixels")
 CHOSEN_ROWS = ROWS[:2]  # tiles of 128 channels were the fastest for none of 46 problems
 MOST_TILES = 132  # of the largest size: more pixels and channels fill the GPU without clusters
 
@@ -276,37 +237,31 @@ MOST_TILES = 132  # of the largest size: more pixels and channels fill the GPU w
 def configs(problem: ConvProblem, device: Device) -> Iterator[FewPixels]:
     """The configurations worth comparing for `problem`; none if it has many pixels."""
     tiles = ceil(problem.result_channels, ROWS[-1]) * ceil(problem.N * math.prod(problem.result_size), COLUMNS[-1])
-    if tiles > MOST_TILES or why_not(problem):
-        return
-    for rows in CHOSEN_ROWS:
-        for columns in COLUMNS:
-            for cluster in CLUSTERS if len(phases(problem)) == 1 else PHASED_CLUSTERS:
-                config = FewPixels(rows, columns, cluster)
-                if rows < problem.result_channels + WARP_M and refusal(problem, config) is None:
-                    yield config
+    if tiles <= MOST_TILES:
+        clusters = CLUSTERS if count_phases(problem) == 1 else PHASED_CLUSTERS
+        legal = LEGAL.legal(problem, BLOCK_M=CHOSEN_ROWS, CLUSTER=clusters)
+        yield from (config for config in legal if config.BLOCK_M < problem.result_channels + WARP_M)
 
 
 def time(problem: ConvProblem, config: FewPixels, device: Device) -> float:
     """Microseconds that `config` should take: rounds of blocks, each with its loads beside its products, and its other work."""
     tile = _tile(problem, config)
     assert tile is not None
-    first, blocks, groups = tile.phases[0], _blocks(tile, config), WARPS * WARP_M // config.BLOCK_M
+    first, blocks, groups = tile.phases[0], _blocks(problem, config), WARPS * WARP_M // config.BLOCK_M
     fitting = 1 if products(problem) == 3 or 2 * (tile.shared + STATIC_SHARED) > MOST_SHARED else 2  # on a multiprocessor
-    alone = max(device.multiprocessors * AT_ONCE[config.CLUSTER] // 132, 1)  # clusters
+    alone = max(device.multiprocessors * COST.AT_ONCE[config.CLUSTER] // 132, 1)  # clusters
     rounds, beside = ceil(blocks, alone * fitting * config.CLUSTER), min(fitting, ceil(blocks, alone * config.CLUSTER))
     whole, rest = divmod(first.part, first.stage_units)
     steps = whole * ceil(first.stage_units * first.taps, groups) + ceil(rest * first.taps, groups)
-    step = STEP_CYCLES[products(problem), problem.itemsize][config.BLOCK_N]
-    multiplying = steps * max(WAIT, 2 * beside * step)
-    loading = beside * first.part * UNIT_BYTES * first.positions * (4 // problem.itemsize) / X_BYTES
-    each = BLOCK_CYCLES + STAGE_CYCLES * ceil(first.part, first.stage_units) + ADDED_CYCLES * config.BLOCK_M * config.BLOCK_N * beside
-    return BEGIN + rounds * (each + max(multiplying, loading) + NOT_OVERLAPPED * min(multiplying, loading)) / CLOCK
+    step = COST.STEP_CYCLES[products(problem), problem.itemsize][config.BLOCK_N]
+    multiplying = steps * max(COST.WAIT, 2 * beside * step)
+    loading = beside * first.part * UNIT_BYTES * first.positions * (4 // problem.itemsize) / COST.X_BYTES
+    each = COST.BLOCK_CYCLES + COST.STAGE_CYCLES * ceil(first.part, first.stage_units)
+    each += COST.ADDED_CYCLES * config.BLOCK_M * config.BLOCK_N * beside
+    return COST.BEGIN + rounds * (each + max(multiplying, loading) + COST.NOT_OVERLAPPED * min(multiplying, loading)) / COST.CLOCK
 
 
-def _blocks(tile: _Tile, config: FewPixels) -> int:
-    return sum(phase.tiles for phase in tile.phases) * config.CLUSTER
-
-
-def choose(problem: ConvProblem, device: Device) -> tuple[float, FewPixels] | None:
-    """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
-    return fastest((time(problem, config, device), config) for config in configs(problem, device))
+def _blocks(problem: ConvProblem, config: FewPixels) -> int:
+    tile = _tile(problem, config)
+    assert tile is not None
+    return int(sum(phase.tiles for phase in tile.phases) * config.CLUSTER)

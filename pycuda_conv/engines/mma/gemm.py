@@ -14,26 +14,23 @@ from typing import ClassVar
 from pycuda_conv.engines import packing
 from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing, filter_sizes, packed_key, packed_layout, row_blocks
 from pycuda_conv.engines.addressing import why_not as why_not_packed
-from pycuda_conv.engines.base import Config, fastest
+from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil
 from pycuda_conv.engines.hopper.ring import Ring
-from pycuda_conv.engines.mma.common import SHARED_BYTES, product_rate, unsupported
+from pycuda_conv.engines.limits import AMPERE, Takes, Tiles
+from pycuda_conv.engines.mma.common import SHARED_BYTES, product_rate
 from pycuda_conv.engines.packed_product import ARITHMETICS, arithmetic, assemble, tap_numbers, written_places, written_so
 from pycuda_conv.engines.packing import Operands, packs_filter_last
 from pycuda_conv.engines.packing_time import overhead
 from pycuda_conv.engines.range_guard import MomentsLayout
-from pycuda_conv.engines.schedule import BIAS, RESIDUAL, SCALE, Schedule, finish, finish_constants, grid_refusal
+from pycuda_conv.engines.schedule import BIAS, RESIDUAL, SCALE, Schedule, finish, finish_constants
 from pycuda_conv.engines.split_sum import splits
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import FLOAT, limbs, products
 from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch
-
-__all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "ImplicitGemm80", "choose", "configs", "filter_key",
-    "refusal", "schedule", "sum_order", "time", "unsupported", "variants",
-]  # fmt: skip
 
 THREADS = 256
 STEP = 32  # of gemm k, in a stage
@@ -59,42 +56,13 @@ class ImplicitGemm80(Config):
 
 CONFIGS = (ImplicitGemm80,)
 LAYOUTS = "NCHW", "NHWC", "CNHW"
+RUNS_ON = AMPERE
 TENSOR_CORES = True
+ORDER = ("SPLIT",)  # what the order of sums depends on
 MOST_VARIANTS = {"cuda": 137}
 
 
 # ---- what runs
-
-
-def why_not(problem: ConvProblem) -> str | None:
-    """Why the engine can't run `problem` whatever the tile, or None if it can."""
-    reason = why_not_packed(problem)
-    if reason:
-        return reason
-    packed, _ = packed_layout(problem)
-    blocks = problem.groups * filter_sizes(problem, packed)[0]
-    if _x_chunks(problem, packed) >= 2**32 or blocks * _w_chunks(problem, packed) >= 2**32:
-        return "it counts eights of channels in 32 bits"
-    return None
-
-
-def refusal(problem: ConvProblem, config: ImplicitGemm80) -> str | None:
-    """Why `config` can't run `problem`, or None if it can."""
-    reason = why_not(problem)
-    if reason:
-        return reason
-    if config.BLOCK_M not in (64, 128) or config.BLOCK_N not in (64, 128, 256):
-        return "a tile has 64 or 128 rows and 64, 128 or 256 pixels"
-    if config.BLOCK_N == 256 and (config.BLOCK_M != 128 or products(problem) != 1):
-        return "a tile of 256 pixels has 128 rows and takes one product"
-    ring, staging = _ring(config, limbs(problem)), _staging_bytes(problem, config)
-    reason = ring.refusal(config.STAGES, config.SPLIT)
-    if reason:
-        return reason
-    stages = config.STAGES * ring.stage
-    if stages < staging:
-        return f"its result passes through {staging:,} bytes of its stages; they have {stages:,}"
-    return grid_refusal(max(_blocks(problem, config, addressing) for addressing in packed_layout(problem)[1]))
 
 
 def _ring(config: ImplicitGemm80, limbs_each: int) -> Ring:
@@ -114,9 +82,6 @@ def _warp(config: ImplicitGemm80) -> tuple[int, int]:
     return config.BLOCK_M // warps, config.BLOCK_N // (8 // warps)
 
 
-# ---- launches
-
-
 def _x_chunks(problem: ConvProblem, packed: PackedLayout) -> int:
     """Chunks of 8 channels in a limb of the packed images."""
     return problem.N * math.prod(packed.size) * problem.groups * packed.group // 8
@@ -125,6 +90,32 @@ def _x_chunks(problem: ConvProblem, packed: PackedLayout) -> int:
 def _w_chunks(problem: ConvProblem, packed: PackedLayout) -> int:
     """Chunks of 8 channels in a block of 64 rows of the packed filter."""
     return 64 * limbs(problem) * row_blocks(problem, packed) * packed.load // 8
+
+
+def _counts(problem: ConvProblem) -> bool:
+    packed, _ = packed_layout(problem)
+    blocks = problem.groups * filter_sizes(problem, packed)[0]
+    return _x_chunks(problem, packed) < 2**32 and blocks * _w_chunks(problem, packed) < 2**32
+
+
+def _fits(problem: ConvProblem, config: ImplicitGemm80) -> str | None:
+    if config.BLOCK_N == 256 and (config.BLOCK_M != 128 or products(problem) != 1):
+        return "a tile of 256 pixels has 128 rows and takes one product"
+    ring, staging = _ring(config, limbs(problem)), _staging_bytes(problem, config)
+    reason, stages = ring.refusal(config.STAGES, config.SPLIT), config.STAGES * ring.stage
+    if reason is None and stages < staging:
+        return f"its result passes through {staging:,} bytes of its stages; they have {stages:,}"
+    return reason
+
+
+TAKES = Takes(why_not_packed, ("it counts eights of channels in 32 bits", _counts))
+LEGAL = Tiles(
+    TAKES, ImplicitGemm80, _fits, BLOCK_M=(128, 64), BLOCK_N=(256, 128, 64),
+    blocks=lambda problem, config: max(_blocks(problem, config, addressing) for addressing in packed_layout(problem)[1]),
+)  # fmt: skip
+
+
+# ---- launches
 
 
 def adds_border(source: ConvProblem, problem: ConvProblem, config: ImplicitGemm80) -> bool:
@@ -207,11 +198,6 @@ def filter_key(problem: ConvProblem, config: ImplicitGemm80) -> Hashable:
     return packed_key(problem)
 
 
-def sum_order(problem: ConvProblem, config: ImplicitGemm80) -> Hashable:
-    """Where a split sum is cut."""
-    return config.SPLIT
-
-
 def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each tile, arithmetic and layout of results; none for Hopper, where this engine is not chosen."""
     if device.capability == (9, 0):
@@ -234,16 +220,12 @@ def _is_listed(d: Mapping[str, int]) -> bool:
 
 # ---- the choice
 
-SUSTAINED = 0.8     # part of :func:`product_rate` that tiles reach if nothing else holds them up
-CLOCK = 1450.0      # cycles a microsecond
-SHARED_RATE = 128   # bytes a cycle into or out of shared memory
-FILL = 46.0         # bytes a cycle from L2 into it
-TILE_CYCLES = 1800  # cycles of a tile's start, drain and stores, without what grows with it
+COST = costs("mma.gemm")
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[ImplicitGemm80]:
     """The configurations worth comparing for `problem`; none on Hopper, whose own engine is faster."""
-    if device.capability == (9, 0) or why_not(problem):
+    if device.capability == (9, 0) or TAKES.why_not(problem):
         return
     packed, addressings = packed_layout(problem)
     steps = ceil(packed.group * math.prod(addressings[0].taps), STEP)
@@ -251,7 +233,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[ImplicitGemm80]:
         if rows == 128 and problem.result_channels // problem.groups <= 64:
             continue
         for pixels in (256, 128, 64):
-            stages = next((n for n in DEPTHS if refusal(problem, ImplicitGemm80(rows, pixels, n)) is None), 0)
+            stages = next((n for n in DEPTHS if LEGAL.refusal(problem, ImplicitGemm80(rows, pixels, n)) is None), 0)
             for split in splits(problem, steps // 8):
                 defines = arithmetic(problem, addressings[0].phase, split > 1) | {"BLOCK_M": rows, "BLOCK_N": pixels}
                 if stages and _is_listed(defines):
@@ -263,16 +245,11 @@ def time(problem: ConvProblem, config: ImplicitGemm80, device: Device) -> float:
     packed, addressings = packed_layout(problem)
     tile, filled = config.BLOCK_M * config.BLOCK_N, _ring(config, limbs(problem)).stage
     read = 8 * limbs(problem) * sum(_warp(config)) * 2 * STEP
-    multiplying = products(problem) * tile * STEP / (SUSTAINED * product_rate(device))
-    step = max(multiplying, (filled + read) / SHARED_RATE, filled / FILL)
+    multiplying = products(problem) * tile * STEP / (COST.SUSTAINED * product_rate(device))
+    step = max(multiplying, (filled + read) / COST.SHARED_RATE, filled / COST.FILL)
     cycles = 0.0
     for addressing in addressings:
         steps = ceil(packed.group * math.prod(addressing.taps), STEP)
         rounds = ceil(_blocks(problem, config, addressing), device.multiprocessors)
-        cycles += rounds * (ceil(steps, config.SPLIT) * step + TILE_CYCLES + tile / 8)
-    return cycles / CLOCK + overhead(problem, packed, config.SPLIT)
-
-
-def choose(problem: ConvProblem, device: Device) -> tuple[float, ImplicitGemm80] | None:
-    """The configuration that should be the fastest, behind the microseconds it should take; None where none is worth it."""
-    return fastest((time(problem, config, device), config) for config in configs(problem, device))
+        cycles += rounds * (ceil(steps, config.SPLIT) * step + COST.TILE_CYCLES + tile / 8)
+    return cycles / COST.CLOCK + overhead(problem, packed, config.SPLIT)

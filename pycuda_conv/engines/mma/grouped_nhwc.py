@@ -8,28 +8,25 @@ arithmetic. Nothing is packed. One launch does everything, except for dgrad with
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple
 
 from pycuda_conv.engines.addressing import MOST_PIXELS
-from pycuda_conv.engines.base import Config, fastest
+from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.channel_units import MOST_STEPS, STEP, Units, chunks_read, cut, pitch, worth_it
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import Phase, arguments, ceil, filter_last_strides, filter_strides, phases, row_major, too_many_phases
-from pycuda_conv.engines.mma.common import SHARED_BYTES, product_rate, unsupported
-from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants, grid_refusal
+from pycuda_conv.engines.limits import AMPERE, TWO_AXES, Takes, Tiles
+from pycuda_conv.engines.mma.common import SHARED_BYTES, product_rate
+from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, why_not_one_product
 from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
-
-__all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "GroupedNhwc", "choose", "configs", "filter_key",
-    "refusal", "schedule", "sum_order", "time", "unsupported", "variants",
-]  # fmt: skip
 
 THREADS = 256
 BLOCKS = 2   # that share a multiprocessor
@@ -52,49 +49,21 @@ class GroupedNhwc(Config):
 
 CONFIGS = (GroupedNhwc,)
 LAYOUTS = ("NHWC",)
+RUNS_ON = AMPERE
 TENSOR_CORES = True
+ORDER = ()  # all sum alike
 MOST_VARIANTS = {"cuda": 12}
 
 
 # ---- what runs
 
 
-def why_not(problem: ConvProblem) -> str | None:
-    """Why the kernel can't run `problem`, or None if it can."""
-    if problem.layout != "NHWC":
-        return "it takes arrays with their channels last"
-    reason = why_not_one_product(problem)
-    if reason:
-        return reason
-    if problem.has_depth:
-        return "it takes at most two spatial axes"
-    if problem.operand_channels * problem.itemsize % 16:
-        return "it loads a pixel's channels by 16 bytes"
+def _few_steps(problem: ConvProblem) -> str | None:
+    """Why a unit's channels are too many, or lie badly; None if they don't."""
     units = _units(problem)
     if units is None:
         return "it stores four channels at once"
-    if units.steps > MOST_STEPS:
-        return f"it takes at most {MOST_STEPS * STEP // problem.itemsize} channels of the input a group"
-    if problem.N * max(math.prod(problem.result_size), math.prod(problem.operand_size)) >= MOST_PIXELS:
-        return "it counts pixels in 32 bits"
-    return too_many_phases(problem)
-
-
-def refusal(problem: ConvProblem, config: GroupedNhwc) -> str | None:
-    """Why `config` can't run `problem`, or None if it can."""
-    reason = why_not(problem)
-    if reason:
-        return reason
-    if config.UNITS not in COUNTS:
-        return f"UNITS must be one of {', '.join(map(str, COUNTS))}"
-    if config.TILE_P % ROWS:
-        return f"TILE_P must be a multiple of {ROWS}"
-    if _chunks(problem, config.UNITS) > 32:
-        return "a warp loads a pixel's channels of all units at once, up to 512 bytes"
-    nbytes = _shared_bytes(problem, config)
-    if nbytes > SHARED_BYTES:
-        return f"it takes {nbytes:,} bytes of shared memory; a block has {SHARED_BYTES:,}"
-    return grid_refusal(_unit_blocks(problem, config) * _phase_count(problem) * max(_tiles(view, config) for view in _views(problem)))
+    return None if units.steps <= MOST_STEPS else f"it takes at most {MOST_STEPS * STEP // problem.itemsize} channels of the input a group"
 
 
 # ---- channels
@@ -210,6 +179,20 @@ def _shared_bytes(problem: ConvProblem, config: GroupedNhwc) -> int:
     )
 
 
+TAKES = Takes(
+    ("it takes arrays with their channels last", lambda p: p.layout == "NHWC"), why_not_one_product, TWO_AXES,
+    ("it loads a pixel's channels by 16 bytes", lambda p: p.operand_channels * p.itemsize % 16 == 0), _few_steps,
+    ("it counts pixels in 32 bits", lambda p: p.N * max(math.prod(p.result_size), math.prod(p.operand_size)) < MOST_PIXELS),
+    too_many_phases,
+)  # fmt: skip
+LEGAL = Tiles(
+    TAKES, GroupedNhwc, (f"TILE_P must be a multiple of {ROWS}", lambda _, config: config.TILE_P % ROWS == 0),
+    ("a warp loads a pixel's channels of all units at once, up to 512 bytes", lambda p, config: _chunks(p, config.UNITS) <= 32),
+    shared=(_shared_bytes, SHARED_BYTES), UNITS=COUNTS,
+    blocks=lambda p, config: _unit_blocks(p, config) * _phase_count(p) * max(_tiles(view, config) for view in _views(p)),
+)  # fmt: skip
+
+
 # ---- launches
 
 
@@ -289,15 +272,6 @@ def _arguments(problem: ConvProblem, config: GroupedNhwc, w_strides: tuple[int, 
     )  # fmt: skip
 
 
-def filter_key(problem: ConvProblem, config: GroupedNhwc) -> None:
-    """None: the kernel reads the filter as it is."""
-
-
-def sum_order(problem: ConvProblem, config: GroupedNhwc) -> Hashable:
-    """The same for all tiles."""
-    return GroupedNhwc
-
-
 def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each type, and for each number of filter rows that share loads."""
     choices = {"TYPE": tuple(ELEMENTS.values()), "TAPS_R": (1, UNROLLED), "STRIDE_H": (1, 2), "PHASES": (1, PHASES)}
@@ -311,22 +285,14 @@ def _is_listed(d: Mapping[str, int]) -> bool:
 
 # ---- the choice
 
-CLOCK = 1586.0     # cycles a microsecond. It, MEASURED, LAID and BEGIN: fitted to 111 later times of 24 problems, error 14%, before 21%
-MEASURED = 1.5     # relative time beside what is counted: of long blocks on an H200, in 26 layers, most within a quarter
-SHARED_RATE = 128  # bytes a cycle into or out of shared memory
-ISSUED = 2.0       # instructions a cycle
-JOB, LOADED, LAID = 139.0, 39.7, 27.7  # instructions of a job beside its products, of a load of 16 bytes, of a word of the filter
-TILE, BLOCK = 600, 804.0          # cycles of a tile and of a block that nothing hides: barriers, latency
-MEMORY = 4.0e6     # bytes a microsecond, of 132 multiprocessors
-HALO = 0.25        # the part that comes from memory of what tiles load around their own pixels
-BEGIN = 2.87       # microseconds of a launch with its first loads
+COST = costs("mma.grouped_nhwc")
 HEIGHTS, WIDEST, IMAGES = (4, 8, 12, 16), 64, (2, 4, 7, 8)  # rows, most columns of an image, and images of tiles
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[GroupedNhwc]:
     """The configurations worth comparing for `problem`: tiles that cut rows and columns evenly."""
     units = _units(problem)
-    if why_not(problem) or units is None or not worth_it(units, problem.groups):
+    if TAKES.why_not(problem) or units is None or not worth_it(units, problem.groups):
         return
     view = max(_views(problem), key=lambda one: one.down.taps * one.right.taps)
     p, q = view.down.size, view.right.size
@@ -335,7 +301,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[GroupedNhwc]:
     widths += [(images, q) for images in IMAGES if images <= view.images and images * q <= 2 * WIDEST]
     for count, rows, (images, columns) in product(COUNTS, heights, widths):
         config = GroupedNhwc(count, images, rows, columns)
-        if (count == 1 or count < 2 * units.total) and refusal(problem, config) is None:
+        if (count == 1 or count < 2 * units.total) and LEGAL.refusal(problem, config) is None:
             yield config
 
 
@@ -347,10 +313,10 @@ def time(problem: ConvProblem, config: GroupedNhwc, device: Device) -> float:
         blocks = _blocks(problem, config, device, group)
         works = [_work(problem, config, view, device) for view in group]
         cycles = max(ceil(_tiles(view, config), blocks) * work.tile + work.block for view, work in zip(group, works, strict=True))
-        us += BEGIN + MEASURED * ceil(unit_blocks * blocks * len(group), multiprocessors) * cycles / CLOCK
+        us += COST.BEGIN + COST.MEASURED * ceil(unit_blocks * blocks * len(group), multiprocessors) * cycles / COST.CLOCK
         loaded += sum(_tiles(view, config) * unit_blocks * work.loaded for view, work in zip(group, works, strict=True)) / len(views)
     operand = problem.itemsize * problem.N * math.prod(problem.operand_size) * problem.operand_channels
-    return max(us, BEGIN + (problem.bytes + HALO * max(loaded - operand, 0)) / MEMORY * 132 / multiprocessors)
+    return max(us, COST.BEGIN + (problem.bytes + COST.HALO * max(loaded - operand, 0)) / COST.MEMORY * 132 / multiprocessors)
 
 
 class _Work(NamedTuple):
@@ -370,12 +336,7 @@ def _work(problem: ConvProblem, config: GroupedNhwc, view: _PhaseView, device: D
     reads, products = jobs * units.steps * taps * (1 + rows / unrolled), jobs * units.steps * taps * ROWS * 2
     multiplied = products * 16 * 8 * 16 * problem.itemsize // 2 / product_rate(device)
     lines = config.IMAGES * math.prod(_tile_size(view, config)) * ceil(_chunks(problem, config.UNITS), 8)  # of 128 bytes, a cycle each
-    shared = (512 * reads + 16 * loads) / SHARED_RATE + lines
-    issued = (jobs * JOB + products + 3 * reads + LOADED * loads / 32) / ISSUED
+    shared = (512 * reads + 16 * loads) / COST.SHARED_RATE + lines
+    issued = (jobs * COST.JOB + products + 3 * reads + COST.LOADED * loads / 32) / COST.ISSUED
     words = _filter_bytes(problem, config, view) / 4
-    return _Work(max(multiplied, shared, issued) + TILE / BLOCKS, LAID * words / 32 / ISSUED + BLOCK, 16 * loads)
-
-
-def choose(problem: ConvProblem, device: Device) -> tuple[float, GroupedNhwc] | None:
-    """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
-    return fastest((time(problem, config, device), config) for config in configs(problem, device))
+    return _Work(max(multiplied, shared, issued) + COST.TILE / BLOCKS, COST.LAID * words / 32 / COST.ISSUED + COST.BLOCK, 16 * loads)

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
 from pycuda_conv.engines import split_sum
 from pycuda_conv.engines.addressing import MOST_PIXELS
-from pycuda_conv.engines.base import Config, fastest
+from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.channel_units import MOST_STEPS, STEP, Units, chunks_read, chunks_written, cut, pitch, worth_it
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import arguments, ceil, forward_of
-from pycuda_conv.engines.mma.common import SHARED_BYTES, product_rate, unsupported
-from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Schedule, grid_refusal
+from pycuda_conv.engines.limits import AMPERE, HALVES, NOT_EMPTY, TWO_AXES, Takes, Tiles
+from pycuda_conv.engines.mma.common import SHARED_BYTES, product_rate
+from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Schedule
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF
 from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
-
-__all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "GroupedWgrad", "choose", "configs", "filter_key",
-    "refusal", "schedule", "sum_order", "time", "unsupported", "variants",
-]  # fmt: skip
 
 THREADS, WARPS = 256, 8
 BLOCKS = 2   # that share a multiprocessor
@@ -47,50 +44,12 @@ class GroupedWgrad(Config):
 
 CONFIGS = (GroupedWgrad,)
 LAYOUTS = ("CHWN",)
+RUNS_ON = AMPERE
 TENSOR_CORES = True
 MOST_VARIANTS = {"cuda": 8}
 
 
 # ---- what runs
-
-
-def why_not(problem: ConvProblem) -> str | None:
-    """Why the kernel can't run `problem`, or None if it can."""
-    if problem.layout not in LAYOUTS:
-        return "it takes gradients of filters, from arrays with their channels last"
-    if problem.itemsize != 2:
-        return "it takes float16 and bfloat16 arrays"
-    forward = forward_of(problem)
-    if problem.is_empty:
-        return "there is nothing to compute"
-    if problem.has_depth:
-        return "it takes at most two spatial axes"
-    units = _units(problem)
-    if forward.C % 8 or forward.K % 8 or units is None or any(units.first_written(unit) % 8 for unit in range(units.total)):
-        return "it loads a pixel's channels, and those of 16 or of a group, by 16 bytes"
-    if units.steps > MOST_STEPS:
-        return f"it takes at most {MOST_STEPS * STEP // problem.itemsize} channels of the input a group"
-    if forward.N * max(math.prod(forward.output_size), math.prod(forward.input_size)) >= MOST_PIXELS:
-        return "it counts pixels in 32 bits"
-    return "it counts elements of the filter in 32 bits" if math.prod(problem.result_shape) >= 2**31 else None
-
-
-def refusal(problem: ConvProblem, config: GroupedWgrad) -> str | None:
-    """Why `config` can't run `problem`, or None if it can."""
-    reason = why_not(problem)
-    if reason:
-        return reason
-    units = _units(problem)
-    assert units is not None
-    if config.UNITS not in COUNTS or config.UNITS * units.steps > WARPS:
-        return f"a block has {', '.join(map(str, COUNTS))} units, of up to {WARPS} steps together"
-    if max(chunks_read(units, config.UNITS), chunks_written(units, config.UNITS)) > 32:
-        return "a warp loads a pixel's channels of all units at once, up to 512 bytes"
-    if _shared_bytes(problem, config) > SHARED_BYTES:
-        return f"it takes {_shared_bytes(problem, config):,} bytes of shared memory; a block has {SHARED_BYTES:,}"
-    if config.PARTS > _tiles(problem, config):
-        return "each part has a tile"
-    return grid_refusal(_grid(problem, config))
 
 
 def _units(problem: ConvProblem) -> Units | None:
@@ -143,6 +102,36 @@ def _shared_bytes(problem: ConvProblem, config: GroupedWgrad) -> int:
     return max(ZEROS + 2 * tiles, config.UNITS * units.steps * _taps(problem) * 8 * 32 * 4)
 
 
+def _lie_well(problem: ConvProblem) -> str | None:
+    forward, units = forward_of(problem), _units(problem)
+    if forward.C % 8 or forward.K % 8 or units is None or any(units.first_written(unit) % 8 for unit in range(units.total)):
+        return "it loads a pixel's channels, and those of 16 or of a group, by 16 bytes"
+    if units.steps > MOST_STEPS:
+        return f"it takes at most {MOST_STEPS * STEP // problem.itemsize} channels of the input a group"
+    pixels = forward.N * max(math.prod(forward.output_size), math.prod(forward.input_size))
+    return "it counts pixels in 32 bits" if pixels >= MOST_PIXELS else None
+
+
+def _fits(problem: ConvProblem, config: GroupedWgrad) -> str | None:
+    units = _units(problem)
+    assert units is not None
+    if config.UNITS * units.steps > WARPS:
+        return f"a block's units have up to {WARPS} steps together"
+    if max(chunks_read(units, config.UNITS), chunks_written(units, config.UNITS)) > 32:
+        return "a warp loads a pixel's channels of all units at once, up to 512 bytes"
+    return None
+
+
+TAKES = Takes(
+    ("it takes gradients of filters, from arrays with their channels last", lambda p: p.layout in LAYOUTS), HALVES, NOT_EMPTY, TWO_AXES,
+    _lie_well, ("it counts elements of the filter in 32 bits", lambda p: math.prod(p.result_shape) < 2**31),
+)  # fmt: skip
+LEGAL = Tiles(
+    TAKES, GroupedWgrad, _fits, ("each part has a tile", lambda p, config: config.PARTS <= _tiles(p, config)),
+    shared=(_shared_bytes, SHARED_BYTES), blocks=_grid, UNITS=COUNTS,
+)  # fmt: skip
+
+
 # ---- launches
 
 
@@ -183,15 +172,6 @@ def _arguments(problem: ConvProblem, config: GroupedWgrad) -> Any:
     )  # fmt: skip
 
 
-def filter_key(problem: ConvProblem, config: GroupedWgrad) -> None:
-    """None: nothing is packed."""
-
-
-def sum_order(problem: ConvProblem, config: GroupedWgrad) -> Hashable:
-    """How a sum is cut: into tiles, which warps and parts share."""
-    return config
-
-
 def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each type, for one tap and for several, and for whole sums or parts."""
     yield VariantSet("grouped_nhwc_wgrad", {"TYPE": (HALF, BFLOAT), "TAPS": TAPS, "WHOLE": FLAG})
@@ -199,21 +179,13 @@ def variants(device: Device) -> Iterator[VariantSet]:
 
 # ---- the choice
 
-CLOCK = 1700.0     # cycles a microsecond
-MEASURED = 1.85    # relative time beside what is counted: of long blocks on an H200, in 13 layers, most within a quarter
-SHARED_RATE = 128  # bytes a cycle into or out of shared memory
-ISSUED = 0.965       # instructions a cycle
-ROW, LOADED = 38.0, 16.0  # instructions of a row of 16 pixels beside its products, and of a load of 16 bytes
-TILE, BLOCK = 720.0, 1000.0  # cycles of a tile and of a block that nothing hides: barriers, latency, stores of sums
-MEMORY = 4.0e6     # bytes a microsecond, of 132 multiprocessors
-HALO = 0.25        # the part that comes from memory of what tiles load around their own pixels
-BEGIN = 1.45        # microseconds of a launch with its first loads
+COST = costs("mma.grouped_nhwc_wgrad")
 HEIGHTS, WIDEST, IMAGES = (2, 4, 8), 64, (2, 4, 7, 8)  # rows, most columns of an image, and images of tiles
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[GroupedWgrad]:
     """The configurations worth comparing for `problem`: tiles that cut rows and columns evenly, and as many parts as fill the GPU."""
-    if why_not(problem):
+    if TAKES.why_not(problem):
         return
     forward, units, (_, p, q) = forward_of(problem), _units(problem), problem.filter_size
     images = forward.N
@@ -225,7 +197,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[GroupedWgrad]:
     widths += [(count, q) for count in IMAGES if count <= images and count * q <= 2 * WIDEST]
     for count, rows, (together, columns) in product(COUNTS, heights, widths):
         config = GroupedWgrad(count, together, rows, columns)
-        if (count == 1 or count < 2 * units.total) and refusal(problem, config) is None:
+        if (count == 1 or count < 2 * units.total) and LEGAL.refusal(problem, config) is None:
             tiles, filling = _tiles(problem, config), max(BLOCKS * device.multiprocessors // math.prod(_blocks(problem, config)), 1)
             for wanted in sorted({1, ceil(filling, 2), filling}):
                 yield replace(config, PARTS=ceil(tiles, ceil(tiles, min(wanted, tiles))))
@@ -241,17 +213,12 @@ def time(problem: ConvProblem, config: GroupedWgrad, device: Device) -> float:
     multiplied = rows * taps * 2 * 16 * 8 * 16 / product_rate(device)
     loads = of_x * chunks_read(units, config.UNITS) + of_y * chunks_written(units, config.UNITS)
     lines = of_x * ceil(chunks_read(units, config.UNITS), 8) + of_y * ceil(chunks_written(units, config.UNITS), 8)  # of 128 bytes
-    shared = (512 * rows * (1 + taps) + 16 * loads) / SHARED_RATE + lines
-    issued = (rows * (ROW + 6 * taps) + LOADED * loads / 32) / ISSUED
+    shared = (512 * rows * (1 + taps) + 16 * loads) / COST.SHARED_RATE + lines
+    issued = (rows * (COST.ROW + 6 * taps) + COST.LOADED * loads / 32) / COST.ISSUED
     tiles = _tiles(problem, config)
-    cycles = ceil(tiles, config.PARTS) * (max(multiplied, shared, issued) + TILE / BLOCKS) + BLOCK
-    us = BEGIN + MEASURED * ceil(unit_blocks * tap_blocks * config.PARTS, multiprocessors) * cycles / CLOCK
+    cycles = ceil(tiles, config.PARTS) * (max(multiplied, shared, issued) + COST.TILE / BLOCKS) + COST.BLOCK
+    us = COST.BEGIN + COST.MEASURED * ceil(unit_blocks * tap_blocks * config.PARTS, multiprocessors) * cycles / COST.CLOCK
     read = 2.0 * (math.prod(forward.input_shape) + math.prod(forward.result_shape))
-    moved = read + HALO * max(16 * loads * tiles * unit_blocks - read, 0) + read * (tap_blocks - 1)
-    us = max(us, BEGIN + moved / MEMORY * 132 / multiprocessors)
+    moved = read + COST.HALO * max(16 * loads * tiles * unit_blocks - read, 0) + read * (tap_blocks - 1)
+    us = max(us, COST.BEGIN + moved / COST.MEMORY * 132 / multiprocessors)
     return us if config.PARTS == 1 else us + split_sum.time(size, config.PARTS, 4, multiprocessors)
-
-
-def choose(problem: ConvProblem, device: Device) -> tuple[float, GroupedWgrad] | None:
-    """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
-    return fastest((time(problem, config, device), config) for config in configs(problem, device))

@@ -28,8 +28,9 @@ THREADS = 128
 ADDING_THREADS = 1024
 #: Slices that such a thread adds, if there are enough of them; and the fewest and most threads that share the slices of a column.
 ADDED, LANES = 8, (32, 512)
-#: Blocks of an array for each multiprocessor. With channels last, threads need so many registers that about six blocks run at once.
-BLOCKS = {"NCHW": 16, "NHWC": 6}
+#: Blocks of an array for each multiprocessor. With channels last they are as many as run at once, by the threads' registers; where threads
+#: need more, fewer. One block more would run when all others have ended.
+BLOCKS, FEWER_BLOCKS = {"NCHW": 16, "NHWC": 6}, {"NCHW": 16, "NHWC": 5}
 #: Items of an NCHW channel up to which one block takes all of it, so that a pass is one launch. On an H100 that takes 0.4 to 0.9 of the
 #: time of two or three launches, for up to 1568 items of 16 to 2048 channels, and for 3136 items of 128 channels and more. With fewer
 #: channels the limit is half of that: with 3136 items of 8 channels a backward pass takes 1.5 times as long.
@@ -93,7 +94,8 @@ class _Cut:
         return cls(pixels, vector, pixels.K, total, total)
 
     @classmethod
-    def of(cls, pixels: Pixels, multiprocessors: int) -> _Cut:
+    def of(cls, pixels: Pixels, multiprocessors: int, each: dict[str, int] = BLOCKS) -> _Cut:
+        """About so many blocks for `each` multiprocessor, by the layout."""
         vector = _vector(pixels)
         if pixels.channels_last:
             columns = pixels.K // vector
@@ -102,9 +104,9 @@ class _Cut:
             total = pixels.N * pixels.plane
         else:
             tiles, down, total = pixels.K, THREADS, pixels.N * pixels.plane // vector
-        # enough blocks for the GPU, each with at least one item for every thread
-        blocks = BLOCKS["NHWC" if pixels.channels_last else "NCHW"] * multiprocessors
-        slices = min(-(-blocks // tiles), -(-total // down))
+        # enough blocks for the GPU and none beyond, each with at least one item for every thread
+        blocks = each["NHWC" if pixels.channels_last else "NCHW"] * multiprocessors
+        slices = min(max(blocks // tiles, 1), -(-total // down))
         return cls(pixels, vector, tiles, total, -(-total // slices))
 
     @property
@@ -229,6 +231,7 @@ def statistics(
         slices = moments.sets * ceil(moments.span, moments.per)
         sizes = moments.blocks, moments.sets, *as_it_lies, moments.span, moments.per, pixels.K, 1, apart, *last
         return (cut.adding_step("batch_norm_statistics", pixels.K, slices, places, *sizes, with_moments=True),), 0
+    cut = _Cut.of(pixels, multiprocessors, FEWER_BLOCKS if cut.vector == 8 else BLOCKS)
     scalars = cut.total, cut.per, pixels.K, cut.values, apart, *last
     add = cut.adding_step("batch_norm_statistics", pixels.K, cut.slices, (0, 7, 1, 2, 3, 4, 5, 6), *scalars)
     return (cut.step("channel_moments", (0, 7)), add), 2 * cut.slices * pixels.K * pixels.sum_bytes
@@ -278,7 +281,7 @@ def backward(
         places = (0, 1, 2, 3, 4, 5, 6, 9, 8, 7)
         whole = _Cut.of_channels(pixels)
         return (whole.activating_step("batch_norm_whole_backward", places, activation, int(of_batch), residual=summed),), 0
-    cut = _Cut.of(pixels, multiprocessors)
+    cut = _Cut.of(pixels, multiprocessors, BLOCKS if activation in (None, "relu") else FEWER_BLOCKS)
     given, plain = (9, None) if summed else (1, activation)  # what the last launch reads instead of dout is already masked
     steps = (
         cut.activating_step("gradient_sums", (0, 1, 2, 3, 4, 5, 6, 9, 10), activation, residual=summed),
@@ -300,4 +303,3 @@ def compiled(maker: Maker, pixels: Pixels, device: Device, *options: Any) -> tup
     """The launches of `maker` as one, compiled for `device`, and the bytes of workspace that they need."""
     steps, workspace = maker(pixels, device.multiprocessors, *options)
     return device.schedule_launcher([[step] for step in for_device(steps, device)]), workspace
-

@@ -1,4 +1,4 @@
-"""Max pooling, forward and backward: launches of ``cu/nn/max_pool.cu``. These are no convolutions."""
+"""Max and mean pooling, forward and backward: launches of ``cu/nn/max_pool.cu``. These are no convolutions."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ class Pool:
     """Windows of `taps` with `strides`, `padding` and `dilation` over an array of `shape` (N, C, H, W); each pair is (along H, along W).
 
     The layout is "NHWC", channels last, or "NCHW". With `beyond` the last window may reach past the padding, if it begins before that.
+    The result has each window's maximum; or its `mean`, of all pixels of the window, padded ones among them if these are `counted`, or the
+    sum divided by `divisor` if that is not 0.
     """
 
     dtype: str
@@ -33,10 +35,13 @@ class Pool:
     dilation: tuple[int, int]
     layout: str = "NHWC"
     beyond: bool = False
+    mean: bool = False
+    counted: bool = True
+    divisor: int = 0
 
     @property
     def result_shape(self) -> tuple[int, int, int, int]:
-        """Shape of the maxima."""
+        """Shape of the result."""
         return *self.shape[:2], self._windows(0), self._windows(1)
 
     def _windows(self, axis: int) -> int:
@@ -50,7 +55,9 @@ class Pool:
         windows = self.taps, self.stride, self.padding, self.dilation
         if any(len(pair) != 2 for pair in windows) or min(*self.taps, *self.stride, *self.dilation) < 1 or min(self.padding) < 0:
             return False
-        if self.dtype not in TYPES or self.shape[1] % self._vector or self.taps[0] * self.taps[1] > MOST_TAPS:
+        if self.dtype not in TYPES or self.shape[1] % self._vector or (self.taps[0] * self.taps[1] > MOST_TAPS and not self.mean):
+            return False
+        if self.mean and (self.dilation != (1, 1) or not 0 <= self.divisor < 2**31):
             return False
         sizes = [n * c // self._vector * h * w for n, c, h, w in (self.shape, self.result_shape)]
         # as torch demands; a window may still be without a pixel if the dilation steps over the array. Its maximum is -Inf
@@ -69,17 +76,21 @@ class Pool:
         args = arguments(
             PoolArguments, threads=threads, groups=groups, across=across, down=down, h=h, w=w, p=p, q=q, r=self.taps[0], s=self.taps[1],
             stride_h=self.stride[0], stride_w=self.stride[1], pad_h=self.padding[0], pad_w=self.padding[1], dil_h=self.dilation[0],
-            dil_w=self.dilation[1],
+            dil_w=self.dilation[1], divisor=self.divisor, padded=int(self.counted),
         )  # fmt: skip
         defines = {"TYPE": DTYPE_CODES[self.dtype], "VEC": self._vector}
         return KernelLaunch(kernel, defines, ceil(threads, THREADS), THREADS, buffers, (), "max_pool", arguments=args)
 
     def forward(self) -> KernelLaunch:
-        """Buffers: x | y, the tap of each maximum (a byte) or None."""
+        """Buffers: x | y, and of maxima the tap of each (a byte) or None."""
+        if self.mean:
+            return self._launch("mean_pool", (0, 1), self.result_shape)
         return self._launch("max_pool", (0, 1, 2), self.result_shape)
 
     def backward(self) -> KernelLaunch:
-        """Buffers: y's gradient, the taps | x's gradient."""
+        """Buffers: y's gradient, the taps of maxima | x's gradient."""
+        if self.mean:
+            return self._launch("mean_pool_backward", (0, 1), self.shape)
         return self._launch("max_pool_backward", (0, 1, 2), self.shape)
 
 

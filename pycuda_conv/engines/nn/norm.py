@@ -69,8 +69,8 @@ class Norm:
     layout : {"NCHW", "NHWC"}
     N, C, P, groups : int
     eps : float
-    rms : bool
-        Whether the mean counts as 0.
+    rms : int
+        Whether the mean counts as 0; with 2, `eps` is the least mean square, and not added to it.
     activation : str, optional
         One of :data:`ACTIVATED`.
     wide : (bool, bool)
@@ -84,7 +84,7 @@ class Norm:
     P: int
     groups: int
     eps: float = 1e-5
-    rms: bool = False
+    rms: int = 0
     activation: str | None = None
     wide: tuple[bool, bool] = (False, False)
 
@@ -315,7 +315,12 @@ def _cuts_of_planes(norm: Norm, multiprocessors: int) -> tuple[Cut, Cut]:
 
 def gradient_fits(norm: Norm) -> bool:
     """Whether the kernels compute the gradients: of planes, and of rows that are one group each and fit a block."""
-    return norm.P > 1 or (norm.groups == 1 and _layer_of(norm) is not None)
+    return norm.rms != 2 and (norm.P > 1 or (norm.groups == 1 and _layer_of(norm) is not None))
+
+
+def adds_more(norm: Norm) -> bool:
+    """Whether the gradient of x is added to another one by the launch that computes it."""
+    return norm.P > 1
 
 
 def _layer_of(norm: Norm) -> tuple[int, int] | None:
@@ -325,13 +330,23 @@ def _layer_of(norm: Norm) -> tuple[int, int] | None:
     return (vector, threads) if threads <= THREADS else None
 
 
-def backward(norm: Norm, multiprocessors: int) -> tuple[list[KernelLaunch], int]:
+def backward(norm: Norm, multiprocessors: int, form: str = "", limits: Limits = LIMITS) -> tuple[list[KernelLaunch], int]:
     """The launches of a norm's gradients, and the bytes of workspace that they need.
 
-    Buffers: x, dout, stats, gamma or None, beta or None | dx, gamma's gradient or None, beta's or None | workspace. The gradients of
-    parameters are float32 where these are.
+    Buffers: x, dout, stats, gamma or None, beta or None, more or None | dx, gamma's gradient or None, beta's or None | workspace. The
+    gradients of parameters are float32 where these are. `more` is added to dx, but where :func:`adds_more` says no.
     """
-    file = "norm_gradients"
+    file, small = "norm_gradients", small_of(norm, limits)
+    if (form or (SMALL if small else "")) == SMALL:
+        assert small is not None
+        cut, sets = Cut.of_small(norm, small), norm.N * small.cluster
+        defines, grid = cut.defines() | {"CLUSTER": small.cluster}, sets * cut.tiles
+        of_arrays, kept = (0, 1, 2, 3, 4, 5, 6, 9), 2 * small.nbytes
+        dx = KernelLaunch(
+            "norm_small_dx", defines, grid, THREADS, of_arrays, (), "norm_small_gradients", shared=kept, arguments=cut.shape()
+        )
+        parameters = cut.launch("norm_parameters", file, ceil(norm.C, THREADS // 4), (9, 7, 8), shape=cut.shape(images=sets))
+        return [dx, parameters], sets * 2 * norm.C * 4
     if norm.P == 1:
         found = _layer_of(norm)
         assert found is not None
@@ -339,9 +354,9 @@ def backward(norm: Norm, multiprocessors: int) -> tuple[list[KernelLaunch], int]
         cut = Cut(norm, vector, width, 1, 1, 1)
         grid = min(ceil(norm.N, THREADS // width), LAYER_BLOCKS * multiprocessors)
         shape = cut.shape(images=norm.N, pixels=norm.C)
-        dx = cut.launch("norm_layer_dx", file, grid, (0, 1, 2, 3, 4, 5, 8), shape=shape)
+        dx = cut.launch("norm_layer_dx", file, grid, (0, 1, 2, 3, 4, 6, 9), shape=shape)
         of_blocks = cut.shape(images=grid)
-        parameters = cut.launch("norm_parameters", file, ceil(norm.C, THREADS // 4), (8, 6, 7), shape=of_blocks)
+        parameters = cut.launch("norm_parameters", file, ceil(norm.C, THREADS // 4), (9, 7, 8), shape=of_blocks)
         return [dx, parameters], grid * 2 * norm.C * 4
     if norm.in_rows:  # a block has a slice of one channel's plane
         vector = vector_of(norm.P, norm.itemsize)
@@ -353,11 +368,11 @@ def backward(norm: Norm, multiprocessors: int) -> tuple[list[KernelLaunch], int]
         cut, applied = _cuts_of_planes(norm, multiprocessors)
         kernels, grids = ("norm_planes_sums", "norm_planes_dx"), [norm.N * one.slices * one.tiles for one in (cut, applied)]
     parts, sums = norm.N * cut.slices * 2 * norm.C * 4, norm.N * 2 * norm.C * 4
-    at_sums, at_folded, first = (8, parts), (8, parts + sums), ceil(norm.C, THREADS // 4)
-    dx = applied.launch(kernels[1], file, first + grids[1], (0, 1, 2, at_folded, 3, 4, at_sums, 5, 6, 7))
+    at_sums, at_folded, first = (9, parts), (9, parts + sums), ceil(norm.C, THREADS // 4)
+    dx = applied.launch(kernels[1], file, first + grids[1], (0, 1, 2, at_folded, 3, 4, 5, at_sums, 6, 7, 8))
     return [
-        cut.launch(kernels[0], file, grids[0], (0, 1, 2, 3, 4, 8)),
-        cut.launch("norm_fold", file, norm.N * norm.groups, (8, 3, at_sums, at_folded)),
+        cut.launch(kernels[0], file, grids[0], (0, 1, 2, 3, 4, 9)),
+        cut.launch("norm_fold", file, norm.N * norm.groups, (9, 3, at_sums, at_folded)),
         replace(dx, scalars=(first,)),
     ], parts + sums + norm.N * norm.groups * 8
 
@@ -376,7 +391,7 @@ def is_whole(norm: Norm, device: Device) -> bool:
 def steps_for(norm: Norm, device: Device, form: str = "", gradient: bool = False) -> tuple[list[KernelLaunch], int]:
     """The launches for `device` of a norm, or of its gradients."""
     if gradient:
-        return backward(norm, device.multiprocessors)
+        return backward(norm, device.multiprocessors, form, _limits(device))
     return forward(norm, device.multiprocessors, form, _limits(device))
 
 
@@ -388,7 +403,7 @@ def compiled(norm: Norm, device: Device, form: str = "", gradient: bool = False)
 
 
 #: The most texts, as an engine says it.
-MOST_VARIANTS = {"cuda": 64}
+MOST_VARIANTS = {"cuda": 96}
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
@@ -400,4 +415,5 @@ def variants(device: Device) -> Iterator[VariantSet]:
         yield VariantSet("norm_planes", alone)
         yield VariantSet("norm_gradients", alone)
         yield VariantSet("norm_small", alone | {"CLUSTER": clusters})
+        yield VariantSet("norm_small_gradients", alone | {"CLUSTER": clusters})
         yield VariantSet("norm_rows", common | {"THREADS": (THREADS, LONG_THREADS)})

@@ -54,9 +54,10 @@ class Targets:
         self.graph = graph
         #: the parameters that are cast at the graph's start, with their types, and the nodes that stand for the results
         self.early: dict[tuple[Node, torch.dtype], Node] = {}
-        #: the nodes of convolutions without anything behind them, with their options and operands; and those of group norms,
-        #: with the names of their steps
+        #: the nodes of convolutions without anything behind them, with their options and operands; the options of those with a
+        #: residual; and the nodes of group norms, with the names of their steps. Calls have operands as ``evaluation._evaluate`` has
         self.plain: dict[Node, tuple[Options, Any, Any, Any]] = {}
+        self.summed: dict[Node, Options] = {}
         self.normed: dict[Node, tuple[Asked, tuple[str, ...]]] = {}
 
     def cast(self, node: Any, dtype: torch.dtype) -> Any:
@@ -86,6 +87,13 @@ class Targets:
         """A chain without gradients; `operands` are input, filter and bias, to be cast to `dtype`.
 
         If it is `early`, the norm's vectors and the bias can be read at the graph's start.
+        """
+        raise NotImplementedError
+
+    def convolve_two(self, options: Options, of_other: Options, operands: Sequence[Any], norm: Norm, bias: Any) -> Node:
+        """The sum of two convolutions without gradients and an activation; `operands` are an input and a filter of each.
+
+        The summands of the norm and the bias, which are added, can be read at the graph's start.
         """
         raise NotImplementedError
 
@@ -123,6 +131,10 @@ class Targets:
         """Max pooling, or None where it stays torch's."""
         return None
 
+    def mean_pool(self, given: dict[str, Any]) -> Node | None:
+        """Mean pooling, or None where it stays torch's."""
+        return None
+
     def product(
         self, given: dict[str, Any], scale: Any, residual: Any, activation: Any, moved: bool, gradient: bool
     ) -> Node | None:
@@ -148,6 +160,10 @@ class Targets:
     def convolve_and_normalise(self, options: Options, operands: Sequence[Any], asked: Asked) -> Node:
         """The group norm of a convolution without gradients; `operands` are input, filter, bias, gamma, beta and what is added."""
         raise NotImplementedError
+
+    def normalise_pixels(self, x: Any, gamma: Any, asked: Asked) -> Node | None:
+        """A norm of each pixel over its channels, which are last in memory, or None where it stays torch's, as that of rows."""
+        return None
 
     def normalise_rows(self, x: Any, gamma: Any, beta: Any, asked: Asked) -> Node | None:
         """A layer or RMS norm, or None where it stays torch's: inductor joins it with its neighbours."""

@@ -14,7 +14,7 @@ from pycuda_conv.nn.autograd import Settings, _in_numbers, traced_layout
 from pycuda_conv.nn.graph import fronts
 from pycuda_conv.nn.graph.calls import Norm, Options
 from pycuda_conv.nn.graph.memory import is_plain
-from pycuda_conv.nn.graph.rewriting import Chain, Rewrite, lies, same
+from pycuda_conv.nn.graph.rewriting import Chain, Rewrite, is_of_channels, lies, same, vector_of
 from pycuda_conv.nn.graph.steps import (
     CONVOLUTIONS,
     EITHER,
@@ -25,7 +25,6 @@ from pycuda_conv.nn.graph.steps import (
     SUMS,
     SUMS_IN_PLACE,
     TRANSPOSED,
-    VIEWS,
     activation_of,
     bound,
     name_of,
@@ -117,9 +116,9 @@ def _rewrite_convolution(rewrite: Rewrite, convolution: Node, grad: bool) -> str
     if turned is None:
         return "torch's result is neither in C order nor channels last"
     why = chain.why or _why_alone(rewrite, convolution, gradient)
-    _write(rewrite, chain, options, turned, grad)
+    new = _write(rewrite, chain, options, turned, grad)
     late = () if chain.late is None else (chain.late,)
-    steps = tuple(dict.fromkeys(name_of(n) for n in (*chain.nodes, *late)))
+    steps = rewrite.steps[new] = tuple(dict.fromkeys(name_of(n) for n in (*chain.nodes, *late)))
     rewrite.drop_late(chain)
     if len(chain.nodes) > 1 or late:
         rewrite.found.fused.append(steps)
@@ -196,7 +195,7 @@ def _take_affine(rewrite: Rewrite, chain: Chain, node: Node | None, grad: bool) 
         own, v = value(mine), value(other)
         if not is_plain(other) or v.dtype is not own.dtype or v.device != own.device or not same(value(node).shape, own.shape):
             continue
-        if (node.target in PRODUCTS_IN_PLACE | SUMS_IN_PLACE and node.args[0] is not mine) or not _is_of_channels(v, own):
+        if (node.target in PRODUCTS_IN_PLACE | SUMS_IN_PLACE and node.args[0] is not mine) or not is_of_channels(v, own):
             continue
         read = [(other, rewrite.order[node])]
         if rewrite.needs_gradient(grad, *chain.operands, other) or not rewrite.reaches(chain, node, read):
@@ -207,27 +206,6 @@ def _take_affine(rewrite: Rewrite, chain: Chain, node: Node | None, grad: bool) 
         chain.norm = Norm((*found, None, None), False, 0.0, 1.0)
         node = rewrite.after(chain, node)
     return node
-
-
-def _is_of_channels(v: Any, own: Any) -> bool:
-    """Whether a tensor has one number for each channel of another, in a shape that is broadcast over it."""
-    wanted = [1] * own.dim()
-    wanted[1] = own.shape[1]
-    return own.dim() - 1 <= v.dim() and same([1] * (own.dim() - v.dim()) + list(v.shape), wanted)
-
-
-def _vector(rewrite: Rewrite, node: Any, channels: Any) -> Any:
-    """A vector of a norm as (K,): where the graph gave a vector another shape, the vector itself."""
-    if node is None or value(node).dim() == 1:
-        return node
-    source, its = node, rewrite.memory_of(node)
-    while source.target in VIEWS and isinstance(source.args[0], Node) and sum(n != 1 for n in value(source).shape) <= 1:
-        source = source.args[0]
-        if value(source).dim() == 1 and same(value(source).shape, [channels]) and is_plain(source) and rewrite.memory_of(source) == its:
-            return source
-    made = rewrite.graph.call_method("reshape", (node, (-1,)))
-    made.meta["example_value"] = value(node).detach().reshape(-1)
-    return made
 
 
 def _turned(rewrite: Rewrite, x: Node, wanted: Any, ndim: int) -> Any:
@@ -251,7 +229,7 @@ def _turned_filter(rewrite: Rewrite, x: Node, weight: Node, ndim: int) -> Node:
     return made
 
 
-def _write(rewrite: Rewrite, chain: Chain, options: Options, turned: Any, grad: bool) -> None:
+def _write(rewrite: Rewrite, chain: Chain, options: Options, turned: Any, grad: bool) -> Node:
     training, gradient, settings = chain.training, chain.gradient, options.settings
     dtype = value(chain.convolution).dtype
     before = set(rewrite.graph.nodes)
@@ -282,7 +260,7 @@ def _write(rewrite: Rewrite, chain: Chain, options: Options, turned: Any, grad: 
             else:
                 norm, early = chain.norm, False
                 if norm is not None:
-                    norm = norm._replace(vectors=tuple(_vector(rewrite, n, value(chain.last).shape[1]) for n in norm.vectors))
+                    norm = norm._replace(vectors=tuple(vector_of(rewrite, n, value(chain.last).shape[1]) for n in norm.vectors))
                     early = rewrite.is_known_at_start(chain, [n for n in (*norm.vectors, chain.operands[2]) if n is not None])
                 new = rewrite.targets.evaluate(options, operands, dtype, norm, chain.residual, early)
     except Exception:
@@ -295,6 +273,7 @@ def _write(rewrite: Rewrite, chain: Chain, options: Options, turned: Any, grad: 
     if training:
         rewrite.trained.add(new)
     rewrite.drop_counter(chain)
+    return new
 
 
 def _cast_early(rewrite: Rewrite, chain: Chain, parameter: Any, dtype: torch.dtype, grad: bool) -> Any:

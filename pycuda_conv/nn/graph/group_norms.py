@@ -14,8 +14,8 @@ from torch.fx import Node
 from torch.nn import functional as F
 
 from pycuda_conv.nn.graph.memory import is_plain
-from pycuda_conv.nn.graph.rewriting import Chain, Rewrite, lies, same
-from pycuda_conv.nn.graph.steps import CONVOLUTIONS, SUMS, activation_of, aten, bound, is_identity, name_of, value
+from pycuda_conv.nn.graph.rewriting import Chain, Rewrite, is_of_channels, lies, same, vector_of
+from pycuda_conv.nn.graph.steps import CONVOLUTIONS, PRODUCTS, SUMS, activation_of, aten, bound, is_identity, name_of, value
 from pycuda_conv.nn.normalise import Asked
 from pycuda_conv.problem import channels_last
 
@@ -43,6 +43,8 @@ def take(rewrite: Rewrite, node: Node, grad: bool) -> None:
     """Put one call in the place of a group or instance norm and the activation behind it."""
     if node.target in LAYER_NORMS or node.target in RMS_NORMS:
         _take_rows(rewrite, node)
+    if node.target is F.normalize:
+        _take_pixels(rewrite, node, grad)
     found = _asked_of(node)
     if found is None:
         return
@@ -85,6 +87,8 @@ def take(rewrite: Rewrite, node: Node, grad: bool) -> None:
             new.meta["example_value"] = of_x
             new = rewrite.graph.call_method("contiguous", (new,))
     rewrite.replace(chain.nodes, new)
+    if gradient:
+        rewrite.trained.add(new)
     if follows or narrow:
         _mark(new, torch.empty_like(of_x, requires_grad=made.requires_grad) if follows else made.to(of_x.dtype))
     rewrite.found.others.append(steps)
@@ -109,6 +113,52 @@ def _take_rows(rewrite: Rewrite, node: Node) -> None:
         steps = (name_of(node),)
         rewrite.replace([node], new)
         rewrite.found.others.append(steps)
+
+
+def _take_pixels(rewrite: Rewrite, node: Node, grad: bool) -> None:
+    """Put one call in the place of an RMS norm over channels that lie last, written as ``F.normalize(x, dim=1) * C**0.5 * gamma + 0``."""
+    given = bound(node, ("input", "p", "dim", "eps", "out"))
+    if given is None or given["p"] not in (None, 2) or given["dim"] not in (None, 1) or given["out"] is not None:
+        return
+    x, eps = given["input"], 1e-12 if given["eps"] is None else given["eps"]
+    if not is_plain(x) or not is_plain(node) or not isinstance(eps, (int, float)) or not 3 <= value(x).dim() <= 5:
+        return
+    v = value(x)
+    channels, last = v.shape[1], channels_last(v.dim(), v.dim() - 2)
+    if not isinstance(channels, int) or not lies(v, last) or value(node).dtype is not v.dtype:
+        return
+    chain, gamma, factor = Chain(node, rewrite.order[node], [x]), None, 1.0
+    following = rewrite.after(chain, node)
+    while following is not None and following.target in PRODUCTS | SUMS and len(following.args) == 2 and not following.kwargs:
+        other = following.args[1] if following.args[0] is chain.last else following.args[0]
+        product, number = following.target in PRODUCTS, isinstance(other, (int, float)) and not isinstance(other, bool)
+        of_channels = product and gamma is None and is_plain(other) and is_of_channels(value(other), v)
+        if of_channels:
+            gamma = other
+            chain.reads.append((other, rewrite.order[following]))
+        if not (of_channels or (number and (product or other == 0))) or not rewrite.reaches(chain, following):
+            break
+        factor *= other if number and product else 1.0
+        chain.nodes.append(following)
+        following = rewrite.after(chain, following)
+    made = value(chain.last)
+    if rewrite.needs_gradient(grad, x, gamma) or not lies(made, last) or made.dtype is not v.dtype:
+        return
+    if abs(factor / channels**0.5 - 1) > 1e-6:
+        return
+    activation = None if following is None else activation_of(following)
+    if following is not None and activation in ACTIVATIONS and rewrite.reaches(chain, following):
+        chain.nodes.append(following)
+    else:
+        activation = None
+    with rewrite.graph.inserting_before(chain.last):
+        vector = None if gamma is None else vector_of(rewrite, gamma, channels)
+        new = rewrite.targets.normalise_pixels(x, vector, Asked(0, 1, float(eps) ** 2 / channels, 2, activation))
+    if new is None:
+        return
+    steps = tuple(dict.fromkeys(name_of(n) for n in chain.nodes))
+    rewrite.replace(chain.nodes, new)
+    rewrite.found.others.append(steps)
 
 
 def join(rewrite: Rewrite, node: Node, grad: bool) -> None:

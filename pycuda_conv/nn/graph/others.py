@@ -11,6 +11,8 @@ from pycuda_conv.nn.graph.steps import (
     LINEARS,
     MAX_POOL_DEFAULTS,
     MAX_POOLS,
+    MEAN_POOL_DEFAULTS,
+    MEAN_POOLS,
     NORMS,
     PERMUTES,
     PRODUCTS,
@@ -27,6 +29,8 @@ def take(rewrite: Rewrite, node: Node, grad: bool) -> None:
     """Put one call in the place of a pooling, of a linear layer with what follows, or of a normalisation in front of a convolution."""
     if node.target in MAX_POOLS:
         _take_pool(rewrite, node, grad)
+    elif node.target in MEAN_POOLS:
+        _take_means(rewrite, node)
     elif node.target in LINEARS:
         _take_linear(rewrite, node, grad)
     elif node.target in NORMS:
@@ -41,6 +45,18 @@ def _take_pool(rewrite: Rewrite, node: Node, grad: bool) -> None:
         return
     with rewrite.graph.inserting_before(node):
         new = rewrite.targets.max_pool(given, rewrite.needs_gradient(grad, given["input"]))
+    if new is not None:
+        rewrite.replace([node], new)
+        rewrite.found.others.append((name_of(new),))
+
+
+def _take_means(rewrite: Rewrite, node: Node) -> None:
+    given = bound(node, MEAN_POOLS[node.target])
+    if given is None or not is_plain(given["input"]) or value(given["input"]).dim() != 4:
+        return
+    given = {name: MEAN_POOL_DEFAULTS.get(name) if v is None else v for name, v in given.items()}
+    with rewrite.graph.inserting_before(node):
+        new = rewrite.targets.mean_pool(given)
     if new is not None:
         rewrite.replace([node], new)
         rewrite.found.others.append((name_of(new),))

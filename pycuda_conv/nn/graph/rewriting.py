@@ -97,6 +97,8 @@ class Rewrite:
         self.of_module = memory(fixed) - self.of_callers
         self.grad_at_start = torch.is_grad_enabled()
         self.trained: set[Node] = set()
+        #: the names of the steps that a chain's call stands for
+        self.steps: dict[Node, tuple[str, ...]] = {}
         self._memory: dict[Node, set[int]] = {}
         self._effects: dict[Node, tuple[bool, set[int], set[int]]] = {}
 
@@ -309,3 +311,24 @@ def lies(x: Any, order: Sequence[int] | None) -> bool:
 def same(a: Sequence[Any], b: Sequence[Any]) -> bool:
     """Whether two shapes are known to be equal."""
     return len(a) == len(b) and all(statically_known_true(m == n) for m, n in zip(a, b, strict=True))
+
+
+def is_of_channels(v: Any, own: Any) -> bool:
+    """Whether a tensor has one number for each channel of another, in a shape that is broadcast over it."""
+    wanted = [1] * own.dim()
+    wanted[1] = own.shape[1]
+    return own.dim() - 1 <= v.dim() and same([1] * (own.dim() - v.dim()) + list(v.shape), wanted)
+
+
+def vector_of(rewrite: Rewrite, node: Any, channels: Any) -> Any:
+    """A vector of a norm as (K,): where the graph gave a vector another shape, the vector itself."""
+    if node is None or value(node).dim() == 1:
+        return node
+    source, its = node, rewrite.memory_of(node)
+    while source.target in VIEWS and isinstance(source.args[0], Node) and sum(n != 1 for n in value(source).shape) <= 1:
+        source = source.args[0]
+        if value(source).dim() == 1 and same(value(source).shape, [channels]) and is_plain(source) and rewrite.memory_of(source) == its:
+            return source
+    made = rewrite.graph.call_method("reshape", (node, (-1,)))
+    made.meta["example_value"] = value(node).detach().reshape(-1)
+    return made

@@ -20,7 +20,7 @@ from pycuda_conv.tools import bench
 from pycuda_conv.tools.benchmarks import layerbench
 from pycuda_conv.tools.model_rows import Case
 from pycuda_conv.tools.networks import network
-from pycuda_conv.tools.oracle import torch_precision
+from pycuda_conv.tools.oracle import cudnn_set, torch_precision
 from pycuda_conv.tools.plans import plans, settle
 from pycuda_conv.tools.report import RESULTS_PAGE, header_lines, markdown_table, measured_by, number, write_between, write_json
 from pycuda_conv.tools.rivals import EAGER, LIGHT, Side, arithmetic
@@ -181,7 +181,7 @@ def run(settings: bench.Settings) -> int:
             joules, seconds = measured(counter, wait, call)
             rows.append(Row(what, way, joules, seconds * 1e3))
 
-    with bench.cudnn_set(torch, "benchmark", True), torch_precision("fp32"):
+    with cudnn_set(torch, "benchmark", True), torch_precision("fp32"):
         with torch.no_grad():
             note(f"the suite's first {len(core())} layers, each once", suite_passes(torch, device, seed))
         torch.cuda.empty_cache()

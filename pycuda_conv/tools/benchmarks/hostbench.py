@@ -25,7 +25,7 @@ from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime import Device, device_count, driver, get_device
 from pycuda_conv.timing import Effort, wall_times
 from pycuda_conv.tools import bench
-from pycuda_conv.tools.oracle import options, torch_precision
+from pycuda_conv.tools.oracle import cudnn_set, options, torch_precision
 from pycuda_conv.tools.report import (
     RESULTS_PAGE,
     header_lines,
@@ -382,7 +382,7 @@ def run(settings: bench.Settings, devices: Any = None) -> int:
 
     rows: list[HostRow] = []
     scaling: list[ScalingRow] = []
-    with torch.no_grad(), bench.cudnn_set(torch, "benchmark", True), torch_precision("fp32") as words:
+    with torch.no_grad(), cudnn_set(torch, "benchmark", True), torch_precision("fp32") as words:
         machine = bench.describe(torch, device, "fp32", words, seed)
         bus = measure_bus(torch, device.name)
         machine |= {

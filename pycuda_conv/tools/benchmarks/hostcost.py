@@ -21,7 +21,7 @@ import pycuda_conv
 from pycuda_conv.plan import Plan
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.tools import bench
-from pycuda_conv.tools.oracle import torch_precision
+from pycuda_conv.tools.oracle import cudnn_set, torch_precision
 from pycuda_conv.tools.report import header_lines, median, number, write_json
 from pycuda_conv.tools.terminal import OK, Table, ToolError, console, require, table, track
 
@@ -324,7 +324,7 @@ def run(settings: bench.Settings) -> int:
     rounds, out, place = 9 if settings.quick else 25, console(), device.name
     rows: list[Row] = []
     torch.cuda.set_device(place)
-    with torch.no_grad(), bench.cudnn_set(torch, "benchmark", True), torch_precision("fp32") as words:
+    with torch.no_grad(), cudnn_set(torch, "benchmark", True), torch_precision("fp32") as words:
         machine = bench.describe(torch, device, "fp32", words, 0)
         for line in header_lines(machine):
             out.print(line, markup=False)

@@ -13,7 +13,6 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -26,7 +25,7 @@ from pycuda_conv.plan import Plan, as_called
 from pycuda_conv.problem import ConvProblem, channels_last
 from pycuda_conv.timing import Effort, gpu_times, operand_sets
 from pycuda_conv.tools import bench, families
-from pycuda_conv.tools.oracle import Errors, compare, options, torch_for, torch_precision
+from pycuda_conv.tools.oracle import Errors, Truth, compare, cudnn_set, options, precision_set, torch_for, torch_precision
 from pycuda_conv.tools.plans import plans
 from pycuda_conv.tools.report import (
     FRONT_PAGE,
@@ -151,22 +150,6 @@ def last_format(torch: Any, ndim: int) -> Any:
     return torch.channels_last if ndim == 2 else torch.channels_last_3d
 
 
-@contextmanager
-def precision_set(torch: Any, part: str, precision: str) -> Iterator[None]:
-    """Set the arithmetic of float32 in cuDNN's convolutions ("cudnn") or in cuBLAS's products ("cuda")."""
-    owner: Any = getattr(torch.backends.cudnn, "conv", None) if part == "cudnn" else torch.backends.cuda.matmul
-    value: Any = precision
-    name = "fp32_precision"
-    if not hasattr(owner, name):  # before torch 2.9
-        owner, name, value = torch.backends.cudnn if part == "cudnn" else owner, "allow_tf32", precision == "tf32"
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
 def torch_way(torch: Any, problem: ConvProblem, x: Sequence[Any], w: Sequence[Any], *, precision: str) -> Callable[[int], Any]:
     """torch's result for the i-th set, in this arithmetic."""
     made = gradient_by_torch(torch, problem) if problem.direction == "wgrad" else torch_for(problem)
@@ -214,9 +197,9 @@ def rivals(torch: Any, problem: ConvProblem, x: Sequence[Any], w: Sequence[Any])
 def reference(torch: Any, problem: ConvProblem, x: Any, w: Any, seed: int) -> Callable[..., Errors]:
     """A function that gives a result's errors against float64, judged by the rounding of a second problem, else of this one."""
     if problem.direction != "wgrad":
-        return bench.Truth(torch, problem, x, w, seed).errors
+        return Truth(torch, problem, x, w, seed).errors
     gradient = gradient_by_torch(torch, problem)
-    with bench.cudnn_set(torch, "benchmark", False):  # to try all of cuDNN's float64 kernels would take longer than the reference
+    with cudnn_set(torch, "benchmark", False):  # to try all of cuDNN's float64 kernels would take longer than the reference
         exact, magnitude = gradient(x.double(), w.double()), gradient(x.double().abs(), w.double().abs())
     return lambda out, computed=problem: compare(computed, out.double(), exact, magnitude)
 
@@ -366,7 +349,7 @@ def run(settings: bench.Settings, suite: str, each: int) -> int:
     machine = bench.describe(torch, device, ", ".join(dict.fromkeys(mode for _, mode, _ in todo)), words, seed) | {"command": command}
     for line in header_lines(machine):
         out.print(line, markup=False)
-    with torch.no_grad(), bench.cudnn_set(torch, "benchmark", True), torch_precision("fp32"), tune.untuned(settings.untuned):
+    with torch.no_grad(), cudnn_set(torch, "benchmark", True), torch_precision("fp32"), tune.untuned(settings.untuned):
         wanted = [as_called(one, device) for _, _, problem in todo for one in our_problems(problem, suite).values()]
         ready = dict(zip(wanted, plans(wanted, device), strict=True))
         for i, (group, mode, problem) in enumerate(track(todo, lambda one: f"{one[1]} {one[2]}")):

@@ -1,0 +1,159 @@
+// walk.cu: short filters along rows and columns of images, in one launch, without shared memory.
+//
+//   y[n, p, q] = sum over r of f_h[r] * (sum over s of f_w[s] * x[n, p + r - pad_h, q + s - pad_w])
+//
+// A warp walks down a strip of 128 columns. Of each row a thread loads four numbers, the neighbours' come by shuffles, and what the last rows gave stays in
+// registers. Rows are loaded AHEAD of their turn; no warp waits for another.
+//
+// Mapping  warp -> tile_p rows of 128 columns of one slice of one image; THREADS / 32 * GID_0 + warp = ((image * slices + slice) * strips down + strip) * strips
+//          across + column of strips. lane -> four neighbouring columns; lanes 0 and 31 load the neighbours beyond the strip, too.
+// Memory   registers: the filters, each in 2 REACH + 1 places, of which some may be 0; the filtered rows, one for each of these places; AHEAD rows as they lie.
+//
+// A place without a tap is multiplied by 0. Where that leaves NaN, in windows that are not finite, the result is summed again of the filter's own taps.
+//
+// By hand: nvcc -cubin -I cu cu/images/walk.cu
+#include "images/registers.cuh"
+
+#define AHEAD 3
+typedef decltype(load_quad((const in_t*)0)) Quad;
+typedef struct Row {
+  Quad own;
+  in_t far[4];
+} Row;
+
+// Four neighbours as they lie, from an address that is no multiple of theirs.
+WITHIN_KERNEL Quad unaligned_quad(const in_t* p) {
+  union {
+    in_t of[4];
+    Quad quad;
+  } four;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) four.of[i] = p[i];
+  return four.quad;
+}
+
+template <int REACH> WITHIN_KERNEL void walk(const in_t* RESTRICT x, const acc_t* RESTRICT filters, const acc_t* previous, out_t* RESTRICT y, const WindowArguments& arg, const Tile& at) {
+  const int PLACES = 2 * REACH + 1;
+  const int lane = LID_0 & 31, q = at.q + 4 * lane, h = (int)arg.h, w = (int)arg.w;
+  const bool own = q < w, last = at.q + 128 > w, whole = is_aligned(x, 4 * (int)sizeof(in_t)), fours = arg.y_fours && is_aligned(y, LANES * (int)sizeof(out_t));
+  const in_t* const image = x + at.x + at.o * (index_t)arg.x_d;
+  acc_t f_h[PLACES], f_w[PLACES];
+#pragma unroll
+  for (int k = 0; k < PLACES; ++k) {
+    const int s = k - REACH + (int)arg.pad_w;
+    f_h[k] = k < (int)arg.r ? filters[k] : 0;
+    f_w[k] = s >= 0 && s < (int)arg.s ? filters[arg.r + s] : 0;
+  }
+  // Far columns: of lane 0 those before the strip, of lane 31 those behind it, and of a lane beyond the image's edge its own.
+  const int first = lane == 0 ? q - 4 : own ? q + 4 : q;
+  const bool far = lane == 0 || lane == 31 || !own;
+  int source[4];
+  bool outside[4];
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    source[j] = MAPPED(first + j, w, w);
+    outside[j] = IS_OUTSIDE(first + j, w, w);
+  }
+  const int top = at.p - (int)arg.pad_h, end = (int)arg.p - at.p < (int)arg.tile_p ? (int)arg.p - at.p : (int)arg.tile_p, total = end + 2 * REACH;
+  const int most = top + end + (int)arg.r - 2;  // the last row that a tap meets
+  auto row_at = [&](int i) { return top + i < most ? top + i : most; };
+  auto fetch = [&](Row& to, int i) {
+    const int row = row_at(i);
+    const in_t* const line = image + ((unsigned)row < (unsigned)h ? row : MAPPED(row, h, h)) * (index_t)arg.x_h;
+    if (own) to.own = whole ? load_quad(line + q) : unaligned_quad(line + q);
+    if (far) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) to.far[j] = line[source[j]];
+    }
+  };
+  Row ahead[AHEAD];
+  acc_t across[PLACES][4];
+  bool again = false;
+#pragma unroll
+  for (int i = 0; i < AHEAD; ++i) fetch(ahead[i], i);
+
+  for (int begin = 0; begin < total; begin += PLACES) {
+#pragma unroll
+    for (int k = 0; k < PLACES; ++k) {
+      const int i = begin + k;
+      if (i >= total) break;
+      acc_t v[12], four[4];  // v[4 + j] is the number of column q + j
+      to_four(four, ahead[k % AHEAD].own, x);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        acc_t beyond = (acc_t)ahead[k % AHEAD].far[j];
+        if (arg.outside_w) beyond = outside[j] ? OUTSIDE_VALUE : beyond;
+        if (last) four[j] = own ? four[j] : beyond;
+        v[4 + j] = four[j];
+        if (j >= 4 - REACH) {
+          v[j] = __shfl_up_sync(0xffffffffu, four[j], 1);
+          v[j] = lane == 0 ? beyond : v[j];
+        }
+        if (j < REACH) {
+          v[8 + j] = __shfl_down_sync(0xffffffffu, four[j], 1);
+          v[8 + j] = lane == 31 ? beyond : v[8 + j];
+        }
+      }
+      if (IS_OUTSIDE(row_at(i), h, h)) {
+#pragma unroll
+        for (int j = 4 - REACH; j < 8 + REACH; ++j) v[j] = OUTSIDE_VALUE;
+      }
+      fetch(ahead[k % AHEAD], i + AHEAD);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        acc_t sum = v[4 - REACH + j] * f_w[0];
+#pragma unroll
+        for (int s = 1; s < PLACES; ++s) sum = v[4 - REACH + j + s] * f_w[s] + sum;
+        across[k][j] = sum;
+      }
+      const int p = at.p + i - 2 * REACH;
+      if (i < 2 * REACH || !own) continue;
+      acc_t sums[4], all = 0;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        sums[j] = across[(k + 1) % PLACES][j] * f_h[0];
+#pragma unroll
+        for (int r = 1; r < PLACES; ++r) sums[j] = across[(k + 1 + r) % PLACES][j] * f_h[r] + sums[j];
+        all += sums[j] * 0;
+      }
+      again = again || all != 0;
+      store_lanes<true>(y, previous, arg, at.y + p * (index_t)arg.y_h + q, 4, fours, sums);
+    }
+  }
+  if (!again) return;
+
+  // Of the filters' own taps, in the same order.
+#pragma unroll 1
+  for (int p = at.p; p < at.p + end; ++p) {
+    acc_t sums[4] = {0, 0, 0, 0};
+#pragma unroll 1
+    for (int r = 0; r < (int)arg.r; ++r) {
+      const int row = p + r - (int)arg.pad_h;
+      const in_t* const line = image + MAPPED(row, h, h) * (index_t)arg.x_h;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        acc_t sum = 0;
+#pragma unroll 1
+        for (int s = 0; s < (int)arg.s; ++s) {
+          const int column = q + j + s - (int)arg.pad_w;
+          sum += filters[arg.r + s] * (IS_OUTSIDE(row, h, h) || IS_OUTSIDE(column, w, w) ? OUTSIDE_VALUE : (acc_t)line[MAPPED(column, w, w)]);
+        }
+        sums[j] += filters[r] * sum;
+      }
+    }
+    store_lanes<true>(y, previous, arg, at.y + p * (index_t)arg.y_h + q, 4, fours, sums);
+  }
+}
+
+KERNEL LAUNCH_BOUNDS(THREADS, 4) void images_walk(const in_t* RESTRICT x, const acc_t* RESTRICT filters, const acc_t* previous, out_t* RESTRICT y,
+                                                  const WindowArguments arg) {
+  AFTER_LAST_LAUNCH
+  const int strip = THREADS / 32 * (int)GID_0 + (LID_0 >> 5);
+  if (strip >= (int)arg.strips) return;
+  const Tile at = tile_of(arg, strip);
+  if (arg.reach == 1) {
+    walk<1>(x, filters, previous, y, arg, at);
+  } else {
+    walk<4>(x, filters, previous, y, arg, at);
+  }
+}

@@ -1,0 +1,80 @@
+"""The constants of the models of time, as data: ``tuned/costs/GPU.json`` has them by engine, each with its value and what it is.
+
+They were fitted to timings of the reference GPU, as "about" says of each engine. For other GPUs the predictions are multiplied by the
+factors of :mod:`pycuda_conv.engines.calibration`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parents[1] / "tuned" / "costs"
+#: The file of the GPU to which the models were fitted.
+REFERENCE = "nvidia_h200.json"
+
+
+class Costs:
+    """The constants of one engine, each an attribute."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        vars(self).update(values)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"there is no cost {name} in {FOLDER / REFERENCE}")
+
+
+@cache
+def costs(engine: str) -> Costs:
+    """The constants of an engine's model, by its module's name, as "mma.few_inputs".
+
+    Parameters
+    ----------
+    engine : str
+
+    Raises
+    ------
+    KeyError
+        The file has none of it.
+    """
+    return Costs({name: read_as(entry[0]) for name, entry in _table()[engine].items() if name != "about"})
+
+
+@contextmanager
+def replaced(values: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
+    """Inside the block these constants count, by engine and name. It is for fits: choices, and tables that are made of constants, stay."""
+    before = {engine: {name: getattr(costs(engine), name) for name in some} for engine, some in values.items()}
+    try:
+        for engine, some in values.items():
+            vars(costs(engine)).update(some)
+        yield
+    finally:
+        for engine, some in before.items():
+            vars(costs(engine)).update(some)
+
+
+@cache
+def _table() -> dict[str, Any]:
+    table: dict[str, Any] = json.loads((FOLDER / REFERENCE).read_text(encoding="utf-8"))["engines"]
+    return table
+
+
+def read_as(value: Any) -> Any:
+    """A value of JSON as models use it: lists are tuples, keys such as "64" and "64x128" numbers and tuples of numbers."""
+    if isinstance(value, list):
+        return tuple(map(read_as, value))
+    if isinstance(value, dict):
+        return {_key(name): read_as(one) for name, one in value.items()}
+    return value
+
+
+def _key(name: str) -> Any:
+    if not re.fullmatch(r"\d+(x\d+)*", name):
+        return name
+    numbers = tuple(map(int, name.split("x")))
+    return numbers if len(numbers) > 1 else numbers[0]

@@ -1,0 +1,69 @@
+"""Launches of ``cu/layout/border_planes.cu``: small planes with their borders, and the way back, on a GPU. Where none serves it is None."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from pycuda_conv import borders
+from pycuda_conv.engines.geometry import accumulator_bytes, arguments, bits, ceil, divider
+from pycuda_conv.engines.schedule import INPUT, RESIDUAL
+from pycuda_conv.engines.struct import kernel_struct
+from pycuda_conv.engines.variants import FLAG, VariantSet
+from pycuda_conv.problem import DTYPE_CODES, ConvProblem
+from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch
+
+THREADS = 256
+MOST_SHARED = 40 << 10  # bytes of a block
+ENOUGH = 20 << 10  # bytes of a block's planes from which on more gain nothing
+BLOCKS_EACH = 4  # blocks of a multiprocessor
+
+PlanesArguments = kernel_struct("border_planes", "PlanesArguments")
+
+
+def copy(problem: ConvProblem, outer: int, big: bool, to: BufferSlice, device: Device) -> KernelLaunch | None:
+    """Copy `outer` images or planes of the image with their borders, or None."""
+    return None if problem.input_dtype else _launch("border_planes_copy", problem, problem.operand_size, outer, big, (INPUT, to), device)
+
+
+def fold(problem: ConvProblem, outer: int, big: bool, wide: BufferSlice, to: BufferSlice, device: Device) -> KernelLaunch | None:
+    """Add the border of `outer` images' gradients to the pixels that it shows, and a residual; or None."""
+    return _launch("border_planes_fold", problem, problem.input_size, outer, big, (wide, RESIDUAL, to), device)
+
+
+def _launch(
+    kernel: str, problem: ConvProblem, size: tuple[int, int, int], outer: int, big: bool, buffers: tuple[BufferSlice, ...], device: Device
+) -> KernelLaunch | None:
+    (before_d, *before), (after_d, *after) = problem.border_sizes
+    (d, *narrow), folds = size, kernel == "border_planes_fold"
+    if device.backend != "cuda" or before_d or after_d or min(*before, *after) < 0:
+        return None
+    wide, planes = [b + n + a for b, n, a in zip(before, narrow, after, strict=True)], outer * d
+    read, written = (math.prod(wide), math.prod(narrow)) if folds else (math.prod(narrow), math.prod(wide))
+    itemsize, tables = problem.itemsize, 4 * ceil(sum(wide) + sum(narrow), 4) * 4
+    unit = next((n for n in (1, 2, 4, 8) if n * read * itemsize % 16 == 0 and n * written * itemsize % 4 == 0), 0)
+    if not unit or not read or tables + unit * read * itemsize > MOST_SHARED:
+        return None
+    some = min(ENOUGH // (unit * read * itemsize), ceil(ceil(planes, unit), BLOCKS_EACH * device.multiprocessors))
+    each = unit * max(some, 1)
+    numbers: dict[str, int] = {}
+    for axis, n, words in zip("hw", narrow, (problem.border or borders.NONE)[1:], strict=True):
+        for prefix, word in zip(("", "last_"), words, strict=True):
+            side = borders.side(word, n)
+            numbers |= {f"{prefix}{name}_{axis}": value for name, value in side._asdict().items()}
+            numbers[f"by_{prefix}period_{axis}"] = divider(side.period)
+    sizes = dict(zip(("h", "w", "wide_h", "wide_w"), (*narrow, *wide), strict=True))
+    sizes |= {f"by_{name}": divider(n) for name, n in sizes.items()}
+    args = arguments(
+        PlanesArguments, planes=planes, each=each, before_h=before[0], before_w=before[1],
+        value=0 if folds else bits(problem.border_value, accumulator_bytes(problem)), has_residual=int(folds and problem.has_residual),
+        **sizes, **numbers,
+    )  # fmt: skip
+    defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(big), "THREADS": THREADS}
+    shared = tables + each * read * itemsize
+    return KernelLaunch(kernel, defines, ceil(planes, each), THREADS, buffers, (), "border_planes", shared=shared, arguments=args)
+
+
+def variants() -> Iterator[VariantSet]:
+    """A text for each type."""
+    yield VariantSet("border_planes", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "THREADS": (THREADS,)})
