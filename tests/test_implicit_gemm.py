@@ -988,7 +988,7 @@ RUNS = [  # (case, mode, config): tiles of every kind, a little smaller and larg
     *((WIDER, mode, config) for mode in ("tf32 last", "bf16", "fp16 last") for config in (
         widest(mode, 128, 2), ImplicitGemm(64, 128, 4, 2), ImplicitGemm(128, 8, 8), ImplicitGemm(128, 112, 4, 30), ImplicitGemm(64, 96, 5))),
     *((POINT, mode, ImplicitGemm(128, 128, 3)) for mode in ("fp32", "fp32 last", "tf32", "fp16", "bf16 last")),
-    *TWINS, *((WIDER, mode, ImplicitGemm(64, 128, 2, schedule="twin")) for mode in ("fp32", "tf32", "fp16", "bf16")),
+    *TWINS, *((DENSE, mode, ImplicitGemm(64, 128, 2, schedule="twin")) for mode in ("fp32", "tf32", "fp16", "bf16")),
     *PINGPONG, *((fprop((7, 72, 28, 24), (200, 72, 3, 3), padding=1), mode, ImplicitGemm(128, pixels, 4, schedule="pingpong")) for mode in ("tf32", "tf32 last", "fp16 last") for pixels in (128, 160, 192)),
     *((STEM, mode, ImplicitGemm(64, 256, 5)) for mode in ("fp16", "fp16 last", "bf16 last")),
     *((fprop((5, 72, 13, 14), (136, 72, 1, 1), stride=2), mode, ImplicitGemm(128, 64, 3)) for mode in ("fp32", "tf32 last", "bf16")),
