@@ -205,7 +205,10 @@ def mentioning(names: Sequence[str]) -> list[str]:
     if {family.file for family in families("opencl")} & set(names):
         words.add("device")  # tests of a device run the planner's choice
     pattern = re.compile(rf"\b({'|'.join(map(re.escape, sorted(words)))})\b")
-    return [path.name for path in sorted((ROOT / "tests").glob("test_*.py")) if pattern.search(path.read_text())]
+    found = [path.name for path in sorted((ROOT / "tests").glob("test_*.py")) if pattern.search(path.read_text())]
+    if any(pattern.search(path.read_text()) for path in (ROOT / "tests" / "cases").glob("*.py")):  # whose bodies are in one file
+        found = sorted({*found, "test_cases.py"})
+    return found
 
 
 class Tree:

@@ -10,14 +10,13 @@ from typing import Any
 
 import emulator
 import numpy as np
+import pytest
 import simt
-import truncation
-from reference import ACTIVATIONS, EPS, Case, activated, assert_close, assert_exact
-from test_implicit_gemm import H200, Arrays, asked, bound, check_on_gpu, dtype_of, side_by_side
-from test_kernels import check_refused
+from modes import H200, asked, dtype_of
+from reference import ACTIVATIONS, EPS, Case, activated, assert_close, assert_exact, covering, nvcc_of, spills
 
-from pycuda_conv import ConvProblem, Plan, engines
-from pycuda_conv.runtime.base import KERNEL_DIR
+from pycuda_conv import ConvProblem, engines
+from pycuda_conv.runtime.base import kernel_file
 from pycuda_conv.tools import families
 
 
@@ -51,50 +50,21 @@ def sharing(options: Iterable[Sequence[tuple]], problem_of: Callable[..., ConvPr
     return found
 
 
-def check_integers(case: Case, mode: str, config: Any, seeds: Sequence[int] = (1, 2), **options: Any) -> None:
-    """Small integers are exact, on the simulated machine."""
-    arrays = case.integers(dtype_of(mode))
-    assert_exact(simt.computed(asked(case, mode), config, *arrays, seeds=seeds, **options), case.reference(*arrays), config)
-
-
-def check_normals(case: Case, mode: str, config: Any) -> None:
-    """Random data stay within the bound, on the simulated machine."""
-    arrays = case.normals(dtype_of(mode), seed=1)
-    ref = case.reference(*arrays)
-    assert_close(simt.computed(asked(case, mode), config, *arrays, seeds=(1,)), ref, bound(case, mode, *arrays, ref), config)
-
-
-def bits_by_order(engine: Any, case: Case, mode: str, configs: Iterable[Any]) -> dict[Any, set[bytes]]:
-    """The results of some configurations on the simulated machine, by their orders of sums."""
-    arrays, found = case.normals(dtype_of(mode), seed=3), {}
-    for config in configs:
-        order = engine.sum_order(asked(case, mode), config)
-        found.setdefault(order, set()).add(simt.computed(asked(case, mode), config, *arrays, seeds=(1,)).tobytes())
-    return found
-
-
-def check_no_bias(three_products: Callable[[np.ndarray, np.ndarray, float], np.ndarray], file: str, depth: int) -> None:
-    """A kernel's sums of three products are too small by themselves, and are not with the LOST that its text gives back."""
-    lost, rng = float(re.search(r"LOST = ([\d.e-]+)f", (KERNEL_DIR / file).read_text())[1]) * 16 / 15, np.random.default_rng(depth)
-    x, w = (rng.standard_normal((depth, 64)).astype(np.float32).astype(np.float64) for _ in range(2))
-    found, error = truncation.shrinkage(three_products(x, w, lost), x.T @ w)
-    before, _ = truncation.shrinkage(three_products(x, w, 0), x.T @ w)
-    assert abs(found) < 1e-8 + 4 * error and before < -3e-8, (found, error, before)
-
-
-def check_epilogue(case: Case, mode: str, config: Any, activations: Sequence = ACTIVATIONS) -> None:
-    """Bias, scale, residual and ReLU; then each activation, with a residual and without: on the simulated machine."""
+def check_epilogue(case: Case, mode: str, config: Any, activations: Sequence = ACTIVATIONS, computed: Callable[..., np.ndarray] = simt.computed) -> None:
+    """Bias, scale, residual and ReLU; then each activation, with a residual and without: on the simulated machine, or as `computed` does."""
+    case = replace(case, bias=True)
     problem = replace(asked(case, mode), has_scale=True, has_residual=True, activation="relu")
     rng, dtype, k = np.random.default_rng(1), dtype_of(mode), (case.channels,)
     x, w, b, s, r = (rng.integers(-3, 4, shape).astype(dtype) for shape in (case.input_shape, case.weight_shape, k, k, problem.result_shape))
-    ref = case.reference(x, w) * s.astype(float)[:, None, None] + b.astype(float)[:, None, None] + r.astype(float)
-    assert_exact(simt.computed(problem, config, x, w, b, s, r, seeds=(1,)), np.maximum(ref, 0))
+    each = (-1, *(1,) * case.ndim)
+    ref = case.reference(x, w) * s.astype(float).reshape(each) + b.astype(float).reshape(each) + r.astype(float)
+    assert_exact(computed(problem, config, x, w, b, s, r, seeds=(1,)), np.maximum(ref, 0))
     w = w / w.dtype.type(32)
     for i, activation in enumerate(activations):
         problem = replace(asked(case, mode), has_residual=i % 2 == 0, activation=activation)
         also = r if problem.has_residual else None
         before = case.reference(x, w, b) + (0 if also is None else also.astype(float))
-        got, ref = simt.computed(problem, config, x, w, b, None, also, seeds=(1,)), activated(before, activation)
+        got, ref = computed(problem, config, x, w, b, None, also, seeds=(1,)), activated(before, activation)
         assert_close(got, ref, 2.0**-20 * np.abs(before) + EPS[dtype] * np.abs(ref) + 2.0**-22, activation)
 
 
@@ -118,10 +88,12 @@ def like_h200(capability: tuple[int, int], backend: str) -> Any:
     return type(H200)(**{**vars(H200), "capability": capability, "backend": backend})
 
 
-def check_needs_ampere(problem: ConvProblem, config: Any) -> None:
-    """A configuration runs on Ampere and Blackwell too, but on no older GPU."""
-    for capability, backend, runs in (((8, 0), "cuda", True), ((10, 0), "cuda", True), ((7, 5), "cuda", False), ((0, 0), "opencl", False)):
-        assert (engines.refusal(problem, config, like_h200(capability, backend)) is None) == runs, (capability, backend)
+def check_refused(legal, build, problem, config, reason: str) -> None:
+    """`legal` gives the reason, and `build` raises with it."""
+    assert reason in legal(problem, config)
+    with pytest.raises(ValueError, match="can't run") as raised:
+        build(problem, config)
+    assert reason in str(raised.value) and str(problem) in str(raised.value)
 
 
 def check_refused_on(device: Any, problem: ConvProblem, config: Any, reason: str) -> None:
@@ -129,34 +101,40 @@ def check_refused_on(device: Any, problem: ConvProblem, config: Any, reason: str
     check_refused(lambda *given: engines.refusal(*given, device), lambda *given: engines.schedule(*given, device), problem, config, reason)
 
 
-def check_choices_of_planes(engine: Any, problems: Iterable[ConvProblem]) -> None:
-    """Of 1x1 layers: what is chosen is legal, each candidate is one launch, and its text is listed."""
-    listed, met = list(engine.variants(H200)), 0
-    for problem in problems:
-        if engine.why_not(problem):
-            assert engine.choose(problem, H200) is None, problem
-            continue
-        met += 1
-        found = list(engine.configs(problem, H200))
-        assert engine.choose(problem, H200)[1] in found and all(engine.refusal(problem, config) is None for config in found), problem
-        for config in found:
-            ((launch,),) = engine.schedule(problem, config, H200).whole
-            assert any(launch in one for one in listed), launch.defines
-    assert met > 10, met
+def check_steps(program, kernel: str) -> None:
+    """The arguments are those of the kernel's struct, and every define is one that the kernel's file gives a default."""
+    for step in (step for stage in (*program.prepare, *program.steps, *program.whole, *(program.filter_last or ())) for step in stage):
+        text = kernel_file(step.file or step.kernel).read_text()
+        defaults = set(re.findall(r"^#define (\w+) -?\d+", re.split(r"^#endif", text, maxsplit=1, flags=re.M)[0], re.M))
+        assert set(step.defines) - {"DTYPE", "INDEX_64"} <= defaults
+        if step.kernel == kernel:
+            phases = step.defines.get("PHASES", 1)
+            mends = kernel == "hopper_gemm" and step.defines["OUT"] == 32 and not step.defines["BF16"]
+            d = step.defines
+            joins = kernel == "hopper_gemm" and d["OUT"] == 32 and not (d["BF16"] or d["PINGPONG"])  # its text may add parts
+            structs = phases + (phases > 1 and kernel in ("hopper_gemm", "hopper_dense")) + d.get("FLIPPED", 0)  # how phases are repeated, or tiles stored
+            assert len(step.structs) == structs + (phases + 1 if mends else 0) + joins and set(step.defines) == defaults and step.source()
+        assert all(isinstance(v, int) and -(2**63) <= v < 2**63 for v in step.numbers)
 
 
-def plans_of(name: str, runs: Iterable[tuple]) -> dict:
-    """The plans of all runs (case, mode, configuration) on a GPU, by the runs' words."""
-    return side_by_side(name, lambda run: Plan(asked(*run[:2]), "cuda", config=run[2]), runs)
+def check_compiled(steps: dict, most: int = 0, most_sm80: int | None = None) -> None:
+    """`steps`: steps, and what each is for; some are compiled for all. A kernel may spill `most` bytes, on sm_80 `most_sm80` if that is given."""
+    what_for = {id(step): what for step, what in steps.values()}
+    chosen = covering([step for step, _ in steps.values()])
+    done = nvcc_of([(step.source(), step.arch or "sm_90") for step in chosen])
+    wrong = []
+    for step, result in zip(chosen, done, strict=True):
+        said, found = result.stderr, spills(result.stderr)
+        allowed = most_sm80 if step.arch == "sm_80" and most_sm80 is not None else most
+        if result.returncode or not found or max(found) > allowed or re.search(r"warning|C75(08|10|15|17)|setmaxnreg", said, re.I):
+            wrong.append(f"{what_for[id(step)]}: {step.arch} {dict(step.defines)}\n{said[-800:]}")
+    assert not wrong, "\n".join(wrong)
 
 
-def check_numbers_on_gpu(torch: Any, plan: Any, case: Case, mode: str) -> None:
-    """Integers are exact, random data within the bound."""
-    if dtype_of(mode) == "float32":
-        check_on_gpu(torch, plan, case, mode)
-        return
-    arrays = case.integers(dtype_of(mode))
-    assert_exact(Arrays(torch, plan, *arrays).launch(), case.reference(*arrays), plan)
-    arrays = case.normals(dtype_of(mode))
-    ref = case.reference(*arrays)
-    assert_close(Arrays(torch, plan, *arrays).launch(), ref, case.bound(*arrays, ref), plan)
+def check_moments(problem: ConvProblem, config, arrays, run=None) -> None:
+    """For a batch norm: they are the result's own."""
+    y, mean, variance, redone = emulator.emulate_moments(problem, config, *arrays, run=run)
+    y = y.astype(float).swapaxes(0, 1).reshape(len(mean), -1)
+    scale = np.sqrt((y**2).mean(1))
+    assert (np.abs(mean - y.mean(1)) <= 1e-6 * scale).all() and (np.abs(variance - y.var(1)) <= 1e-6 * scale**2).all()
+    assert not redone

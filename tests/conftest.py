@@ -242,6 +242,19 @@ def where(request):
     return request.param
 
 
+@pytest.fixture(scope="session")
+def torch():
+    """torch, where the GPU is one that the kernels for Hopper run on."""
+    from pycuda_conv.runtime import get_device
+
+    if get_device("cuda").capability != (9, 0):
+        pytest.skip("the GPU is not of compute capability 9.0")
+    module = pytest.importorskip("torch")
+    if not module.cuda.is_available():
+        pytest.skip("this torch has no CUDA")
+    return module
+
+
 @pytest.fixture(autouse=True)
 def nothing_compiled():
     """torch.compile counts how often it has compiled the code that modules share."""

@@ -819,170 +819,7 @@ def transpose_filter(step, memory: Memory) -> None:
     store(memory.view(step.buffers[1], kind), (row * s.pitch + tap * s.channels + channel).ravel(), values.ravel())
 
 
-def dense_product(step, memory: Memory) -> None:
-    """Its phases one after the other; the blocks of a cluster share a tile's stages."""
-    define, phases = step.defines, step.defines["PHASES"]
-    w_maps, x_maps = step.maps[2 * phases :], list(zip(step.maps[:phases], step.maps[phases : 2 * phases], strict=True))
-    shapes, repeats = step.structs[: define["PHASES"]], turns_of(step, step.structs[-1]) if define["PHASES"] > 1 else [(0, 0, 0, 0)]
-    rows, columns, cluster = define["BLOCK_M"], define["BLOCK_N"], define["CLUSTER"]
-    tiles, each = sum(s.tiles for s in shapes), 2 if define.get("PAIR") else 1  # blocks that load a tile's pixels together
-    assert each == 1 or (cluster == phases == 1 and shapes[0].tiles_n % 2 == step.grid % 2 == 0 and shapes[0].spatial_dims < 3)
-    assert len(step.structs) == phases + (phases > 1) and len(w_maps) == 2 and step.shared <= MOST_SHARED
-    assert step.block == 2 * rows + 32 + (96 if define["W_MN_MAJOR"] and define["TYPE"] == 32 else 0)
-    assert step.grid == tiles * cluster if cluster > 1 else 1 <= step.grid <= tiles
-    assert [s.blocks for s in shapes] == sorted((s.blocks for s in shapes), reverse=True), "the longest sums first"
-    wide = 128 // type_of(w_maps[0]).itemsize
-    across = min(wide, columns)
-    last = {1: wide // 4, 2: wide // 2, 3: wide, 4: wide}[shapes[0].last_steps]  # channels of a row of a tap's last stage
-    for w_map, row in zip(w_maps, (wide, last), strict=True):
-        assert w_map.box == ((across, 1, row) if define["W_MN_MAJOR"] else (row, 1, min(columns, shapes[0].rows)))
-        assert w_map.span == 128 * (across if define["W_MN_MAJOR"] else row) // wide
-    for of_x, shape in zip(x_maps, shapes, strict=True):
-        one = replace(step, arguments=shape, maps=(*of_x, *w_maps))
-        s = named(one)
-        assert all(x_map.box.pixels == rows // each for x_map in of_x) and [x_map.box.channels for x_map in of_x] == [wide, last] and s.part * cluster >= s.blocks
-        assert s.last_steps == shapes[0].last_steps
-        for described in one.maps:
-            check_map(described, memory)
-        assert s.tiles % len(repeats) == 0
-        for number in range(s.tiles):
-            tile, (_, tap, y, _) = number // len(repeats), repeats[number % len(repeats)]
-            shifted = s._replace(tap_base=s.tap_base + tap, out_base=s.out_base + y)
-            dense_tile(one, shifted, memory, tile // s.tiles_n * rows, tile % s.tiles_n * columns)
-
-
-def dense_tile(step, s, memory: Memory, pixel0: int, channel0: int) -> None:
-    define, kind = step.defines, ELEMENT[step.defines["TYPE"]]
-    rows, columns, wide = define["BLOCK_M"], define["BLOCK_N"], step.maps[0].box.channels
-    starts = []
-    for first in range(pixel0, pixel0 + rows, step.maps[0].box.pixels):  # where each block of a pair begins
-        image, inner = divmod(first, s.load_plane)
-        start = (inner % s.load_q * s.stride_w + s.low_w, inner % s.load_pq // s.load_q * s.stride_h + s.low_h, inner // s.load_pq * s.stride_d + s.low_d)
-        starts.append((*start[: s.spatial_dims], image))
-    columns = min(columns, s.rows - channel0 if define["W_MN_MAJOR"] else s.rows)  # what nobody loads has no sums
-    total, stages = np.zeros((rows, columns)), {0: ([], []), 1: ([], [])}  # of rows of 128 bytes, and a tap's last ones
-    for block in range(s.blocks):
-        tap, c = divmod(block, s.channel_blocks)
-        t, r, across = tap // (s.tap_s * s.tap_r), tap // s.tap_s % s.tap_r, tap % s.tap_s
-        w_tap = s.tap_base + t * s.tap_step_t + r * s.tap_step_r + across * s.tap_step_s
-        offsets = (across * s.dilation_w, r * s.dilation_h, t * s.dilation_d)
-        assert not any(offsets[s.spatial_dims :]) and 0 <= w_tap < step.maps[-1].sizes[1], "a tap is lost"
-        which = int(c == s.channel_blocks - 1)
-        (loads, b), w_map = stages[which], step.maps[2 + which]
-        loads.append((channel0 // s.group_rows * s.group_channels + c * wide, offsets[: s.spatial_dims]))
-        if define["W_MN_MAJOR"]:
-            b.append(np.concatenate([boxed(w_map, memory, (channel0 + n, w_tap, c * wide))[:, 0].T for n in range(0, columns, w_map.box[0])])[:columns])
-        else:
-            b.append(boxed(w_map, memory, (c * wide, w_tap, channel0))[:, 0])
-    for which, (loads, b) in stages.items():
-        if loads:
-            multiply(total, [load_im2col(step.maps[which], memory, starts, loads)], [np.concatenate(b, axis=1)])
-    pixel, k = np.arange(pixel0, min(pixel0 + rows, s.pixels))[:, None], np.arange(channel0, min(channel0 + columns, s.rows))[None]
-    number, inner = np.divmod(pixel, s.plane)
-    place = number * s.out_size + s.out_base + inner // s.pq * s.out_d + inner % s.pq // s.q * s.out_h + inner % s.q * s.out_w
-    at = place * s.rows + k
-    assert s.store_mode == (3 if s.rows * np.dtype(kind).itemsize % 16 == 0 else 1 if s.rows % 4 == 0 else 2 if s.rows <= define["BLOCK_N"] == 32 and s.plane == s.out_size else 0)
-    bias, scale, residual, y, *moments = step.buffers
-    v = finished(finishing(step), memory, kind, total[: len(pixel), : k.size], scale, bias, residual, k, at).astype(kind)
-    store(memory.view(y, kind), at, v)
-    memory.count(y, at)
-    if step.kernel == "hopper_dense":
-        may_emit = define["CLUSTER"] == define["PHASES"] == 1 and not define["W_MN_MAJOR"] and define["BLOCK_N"] <= 192
-        assert len(moments) == may_emit >= s.with_moments
-    for first in range(0, len(pixel) if moments and s.with_moments else 0, 64):
-        emit_moments(memory.view(moments[0], "float32"), s.rows, v[first : first + 64].T, k.ravel(), (pixel0 + first) // 64)
-
-
 # ---- hopper/wgrad.cu, hopper/wgrad_reduce.cu
-
-
-def wgrad_product(step, memory: Memory) -> None:
-    """Block after block."""
-    s, define, (dy_map, x_map) = named(step), step.defines, step.maps
-    rows, columns = define["BLOCK_M"], define["BLOCK_N"]
-    kind, wide = ELEMENT[define["TYPE"]], block_of(step)
-    for described in step.maps:
-        check_map(described, memory)
-        assert described.span == 128 and described.dtype == ("tfloat32" if kind == "float32" and define["LIMBS"] == 1 else kind)
-    each = 2 if define.get("PAIR") else 1  # blocks that load a stage of dy together
-    assert dy_map.box == (wide, wide // each, 1) and (each == 1 or s.tiles_n % 2 == 0)
-    assert x_map.box == (wide, wide, 1) if define["PLANES"] or s.spatial_dims == 0 else (x_map.box.channels, x_map.box.pixels) == (wide, wide) and len(x_map.sizes) == s.spatial_dims + 2
-    threads = {64: {64: 160, 128: 160, 192: 160, 384: 288, 576: 416}, 128: {384: 384}, 256: dict.fromkeys((64, 128, 192), 384)}
-    tall = kind == "float32" and rows == columns == 128
-    assert step.block == (256 if tall else threads.get(rows, {}).get(columns, 2 * rows + 32)) and step.arch == "sm_90a"
-    ring = define["STAGES"] * (rows + columns) * 128
-    assert max(ring, rows * (columns + 8) * 4) + 1023 <= step.shared and step.shared + 16 * define["STAGES"] <= (MOST_SHARED // 2 - 1024 if tall or (rows == 64 and columns <= 192) else MOST_SHARED)
-    assert step.grid == s.tiles_m * s.tiles_n * s.group_packs * s.splits and s.part == ceil(s.stages, s.splits)
-    assert s.tiles_m * rows >= s.rows and s.tiles_n * columns // wide >= s.column_blocks == ceil(s.columns, wide) * s.taps and s.inner == (s.taps if s.taps_inner else ceil(s.columns, wide))
-    place, parted = step.buffers[0], s.splits > 1
-    assert (place[0] == WORKSPACE) if parted else (place == RESULT)
-    out = memory.view(place, "float32" if parted else kind)
-    for number in range(step.grid):
-        rest, across = divmod(number, s.tiles_n)
-        rest, down = divmod(rest, s.tiles_m)
-        split, pack = divmod(rest, s.group_packs)
-        total = np.zeros((rows, columns))
-        first = min(split * s.part, s.stages)
-        for stage in range(first, min(first + s.part, s.stages)):
-            wgrad_stage(s, define["PLANES"], memory, dy_map, x_map, stage, pack, down * rows, across * columns // wide, total)
-        k = down * rows + np.arange(rows)[:, None]
-        for i in range(columns // wide):
-            block = across * columns // wide + i
-            c, tap = tap_of(s, block, wide)
-            c = c + np.arange(wide)[None, :]
-            mine = (k < s.rows) & (c < s.columns) & (block < s.column_blocks) & (k // s.own_rows == c // s.own_columns)
-            at_k, at_c = (0 * c + pack * s.rows + k)[mine], (0 * k + c % s.own_columns)[mine]
-            at = (at_k * s.taps + tap) * s.own_columns + at_c + split * s.size
-            if s.taps_fastest and not parted:
-                at = (at_k * s.own_columns + at_c) * s.taps + tap
-            store(out, at, total[:, wide * i : wide * i + wide][mine].astype(out.dtype))
-            memory.count(place, at)
-
-
-def tap_of(s, block: int, wide: int) -> tuple[int, int]:
-    """First channel and tap of a block of columns."""
-    outer, inner = divmod(block, s.inner)
-    return (outer * wide, inner) if s.taps_inner else (inner * wide, outer)
-
-
-def block_of(step) -> int:
-    """Channels of a row of an operand."""
-    return 32 if step.defines["TYPE"] == 32 else 64
-
-
-def wgrad_stage(s, planes: int, memory: Memory, dy_map, x_map, stage: int, pack: int, row: int, block: int, total: np.ndarray) -> None:
-    """The products of a stage's positions; sums of channels and taps that there are not are NaN."""
-    wide = dy_map.box[0]
-    if planes:
-        image, pixel = stage // s.image_stages, stage % s.image_stages * wide
-        a, b = np.full((len(total), wide), np.nan), np.full((total.shape[1], wide), np.nan)
-        for to, described, channels, first in (a, dy_map, s.rows, row), (b, x_map, s.columns, block * wide):
-            for i in range(0, len(to), wide):
-                if first + i < channels:
-                    to[i : i + wide] = boxed(described, memory, (pixel, pack * channels + first + i, image))[0]
-        with np.errstate(invalid="ignore", over="ignore"):
-            total += a @ b.T
-        return
-    image, inner = divmod(wide * stage, s.load_plane)
-    start = (inner % s.load_q * s.stride_w + s.low_w, inner % s.load_pq // s.load_q * s.stride_h + s.low_h, inner // s.load_pq * s.stride_d + s.low_d)
-    start = (*start[: s.spatial_dims], image)
-    a, b = np.full((wide, len(total)), np.nan), np.full((wide, total.shape[1]), np.nan)
-    for i in range(0, len(total), wide):
-        if row + i < s.rows:
-            for at in range(0, wide, dy_map.box[1]):
-                a[at : at + dy_map.box[1], i : i + wide] = boxed(dy_map, memory, (pack * s.rows + row + i, wide * stage + at, 0))[0]
-    loads = []
-    for number in range(block, min(block + total.shape[1] // wide, s.column_blocks)):
-        c, tap = tap_of(s, number, wide)
-        offsets = (tap % s.tap_s * s.dilation_w, tap // s.tap_s % s.tap_r * s.dilation_h, tap // s.tap_s // s.tap_r * s.dilation_d)
-        assert not any(offsets[s.spatial_dims :]), "a tap is lost"
-        loads.append((pack * s.columns + c, offsets[: s.spatial_dims]))
-    if loads and s.spatial_dims:
-        b[:, : len(loads) * wide] = load_im2col(x_map, memory, [start], loads)
-    for i, (channel, _) in enumerate(loads if s.spatial_dims == 0 else ()):
-        b[:, i * wide : (i + 1) * wide] = boxed(x_map, memory, (channel, wide * stage, 0))[0]
-    with np.errstate(invalid="ignore", over="ignore"):
-        total += a.T @ b
 
 
 def wgrad_reduce(step, memory: Memory) -> None:
@@ -1004,137 +841,13 @@ def wgrad_reduce(step, memory: Memory) -> None:
     assert (met == 1).all(), "elements were written twice or not at all"
 
 
-def wgrad_add(step, memory: Memory) -> None:
-    s, kind, each = named(step), ELEMENT[step.defines["TYPE"]], step.defines["EACH"]
-    lanes = step.block >> s.width
-    assert step.block == 256 and s.range * (lanes - 1) < s.splits <= s.range * lanes and s.size % (each * s.pitch) == 0 <= each * s.pitch - s.channels
-    assert step.grid == ceil(s.size, each << s.width)
-    source, to = step.buffers
-    parts, dw = memory.view(source, "float32"), memory.view(to, kind)
-    row, c = np.arange(s.size // (each * s.pitch))[:, None], np.arange(s.channels)
-    total = sum(inside(parts, split * s.size + row * each * s.pitch + c).astype(float) for split in range(s.splits))
-    k, tap, fold, own = row // s.taps, row % s.taps, c // s.own, c % s.own
-    assert s.own * s.folds == s.channels
-    at = ((k * s.own + own) * s.taps + tap) * s.folds + fold if s.taps_fastest else row * s.channels + c
-    store(dw, at, total.astype(kind))
-
-
-def fold_channels(step, memory: Memory) -> None:
-    s, (source, to) = named(step), step.buffers
-    assert step.block == 256 and step.grid == ceil(s.words, 256) and s.words < 2**31 and s.chunks >= ceil(s.folded, 16 // step.defines["BYTES"])
-    assert s.channels * step.defines["BYTES"] % step.defines["UNIT"] == 0 == 16 % step.defines["UNIT"]
-    images = s.words // (s.chunks * s.p * s.q)
-    kind = {2: "uint16", 4: "uint32"}[step.defines["BYTES"]]
-    x = memory.view(source, kind)[: images * s.h * s.w * s.channels].reshape(images, s.h, s.w, s.channels)
-    folded = np.zeros((images, s.p, s.q, 16 // step.defines["BYTES"] * s.chunks), kind)
-    for tap in range(s.folded // s.channels):
-        for p, q in np.ndindex(s.p, s.q):
-            h, w = p * s.stride_h - s.pad_h + tap // s.fold_s * s.dilation_h, q * s.stride_w - s.pad_w + tap % s.fold_s * s.dilation_w
-            if 0 <= h < s.h and 0 <= w < s.w:
-                folded[:, p, q, tap * s.channels : (tap + 1) * s.channels] = x[:, h, w]
-    store(memory.view(to, kind), np.arange(folded.size), folded.ravel())
-
-
 # ---- hopper/pointwise.cu
-
-LARGER = 512.0
 
 
 def tf32(values: np.ndarray) -> np.ndarray:
     """`values`, rounded to TF32; halves away from zero, as cvt.rna does."""
     bits = values.astype(np.float32).view(np.uint32)
     return np.where(np.isfinite(values), ((bits + 0x1000) & 0xFFFFE000).view(np.float32), values.astype(np.float32))
-
-
-def tf32_limbs(values: np.ndarray, count: int) -> list[np.ndarray]:
-    values = values.astype(np.float32)
-    if count == 1:
-        return [tf32(values).astype(float)]
-    cut = (values.view(np.uint32) & 0xFFFFE000).view(np.float32)
-    with np.errstate(invalid="ignore"):
-        high = np.where(np.isinf(tf32(values)), cut, tf32(values))
-        return [high.astype(float), np.where(np.isfinite(values), tf32((values - high) * np.float32(LARGER)), 0).astype(float)]
-
-
-def split_filter(step, memory: Memory) -> None:
-    rows, channels, padded, _, row_step, channel_step = named(step)
-    w, limbs = step.buffers
-    assert step.grid == ceil(rows * padded, step.block) and padded % 4 == 0 and padded >= channels
-    row, c = np.arange(rows)[:, None], np.arange(padded)
-    at = row * row_step + np.minimum(c, channels - 1) * channel_step
-    values = np.where(c < channels, inside(memory.view(w, "float32"), at), np.float32(0))
-    for i, limb in enumerate(tf32_limbs(values, step.defines["LIMBS"])):
-        store(memory.view(limbs, "float32"), (i * rows + row) * padded + c, limb.astype(np.float32))
-
-
-def pointwise_product(step, memory: Memory) -> None:
-    s, define, limbs = named(step), step.defines, step.defines["LIMBS"]
-    a_map, b_map = step.maps
-    warp_rows, columns, turned = 16 * define["BLOCKS"], define["BLOCK_N"], not define["WGRAD"] and not define["NHWC"]
-    for described in step.maps:
-        check_map(described, memory)
-        assert described.span == 128 and described.box[0] == 32
-    lying = b_map.dtype == "tfloat32"  # a filter of one limb, as it lies
-    assert a_map.dtype == "float32" and (b_map.dtype == "float32" or (lying and limbs == 1 and not define["WGRAD"])) and limbs + 1 > 2 * define["RAW_FILTER"]
-    assert a_map.box == ((32, 32, 1) if turned else (32, 8 * warp_rows, 1)) and b_map.box == (32, columns, 1)
-    assert step.block == 384 and step.arch == "sm_90a" and define["STAGES"] * (8 * warp_rows + limbs * columns) * 128 + 1023 <= step.shared
-    assert step.shared + 16 * define["STAGES"] <= MOST_SHARED and 1 <= step.grid <= s.tiles < 2**31
-    assert columns % 32 == 0 and columns <= 128 and (not turned or define["BLOCKS"] == 2)
-    assert s.tiles == s.across * s.down * ceil(s.tiles, s.across * s.down) and s.each * ceil(s.tiles, s.across * s.down) >= s.steps
-    for tile in numbers_of(step, s):
-        rest, column = divmod(tile, s.across)
-        part, row = divmod(rest, s.down)
-        main, cross = np.zeros((2, 8 * warp_rows, columns))
-        for k in range(min(part * s.each, s.steps), min(part * s.each + s.each, s.steps)):
-            if define["WGRAD"]:
-                image, pixel = divmod(k, s.boxes)
-                a = boxed(a_map, memory, (32 * pixel, row * 8 * warp_rows, image))[0]
-                b = tf32_limbs(boxed(b_map, memory, (32 * pixel, column * columns, image))[0], limbs)
-            else:
-                if turned:
-                    boxes = [divmod(s.busy * row + warp, s.boxes) for warp in range(s.busy)]
-                    a = np.concatenate([boxed(a_map, memory, (32 * box, 32 * k, image))[0].T for image, box in boxes])
-                    a = np.pad(a, ((0, 8 * warp_rows - len(a)), (0, 0)))  # in truth whatever lies there
-                else:
-                    a = boxed(a_map, memory, (32 * k, row * 8 * warp_rows, 0))[0]
-                b = [boxed(b_map, memory, (32 * k, column * columns, limb))[0] for limb in range(1 if define["RAW_FILTER"] else limbs)]
-                if define["RAW_FILTER"] or lying:
-                    b = tf32_limbs(b[0], limbs)
-            high, *low = tf32_limbs(a, limbs)
-            with np.errstate(invalid="ignore", over="ignore"):
-                main += high @ b[0].T
-                for rest in low:
-                    cross += rest @ b[0].T + high @ b[1].T
-        with np.errstate(invalid="ignore", over="ignore"):
-            total = main + np.where(np.isfinite(main.astype(np.float32)), cross / LARGER, 0)
-        assert 1 <= s.busy <= 8 and (turned or s.busy == 8)
-        for warp in range(s.busy):
-            of_warp = slice(warp * warp_rows, (warp + 1) * warp_rows)
-            write_rows(step, s, memory, total[of_warp], s.busy * row + warp, column * columns + np.arange(columns), part)
-
-
-def write_rows(step, s, memory: Memory, total: np.ndarray, warp: int, column: np.ndarray, part: int) -> None:
-    """What a warp has of a tile, finished."""
-    define = step.defines
-    bias, scale, residual, y, *moments = step.buffers
-    if define["WGRAD"] or define["NHWC"]:
-        row = warp * len(total) + np.arange(len(total))
-        counted, at = row < s.rows, row * s.row_step
-    else:
-        image, first = divmod(warp, s.boxes)
-        pixel = 32 * first + np.arange(32)
-        counted, at = (image < s.rows) & (pixel < s.plane), image * s.row_step + pixel
-        assert not any(n % 4 for n in (s.plane, s.row_step, s.column_step)), "four pixels are written at once"
-    total, at, column = total[counted][:, column < s.columns], at[counted], column[column < s.columns]
-    at = at[:, None] + column * s.column_step
-    if s.pairs and (define["WGRAD"] or define["NHWC"]):
-        assert s.column_step == 1 and s.columns % 2 == 0 and s.row_step % 2 == 0 and s.size % 2 == 0
-    v = finished(finishing(step), memory, "float32", total, scale, bias, residual, np.broadcast_to(column, at.shape), at).astype(np.float32)
-    if define["MOMENTS"] and v.size:
-        emit_moments(memory.view(moments[0], "float32"), s.columns, v.T, column, warp)
-    at = at + part * s.size
-    store(memory.view(y, "float32"), at, v)
-    memory.count(y, at)
 
 
 # ---- the direct engine's kernels beside it
@@ -1236,22 +949,12 @@ def mend_own(step, s, phase, arrays, memory: Memory) -> None:
 
 
 def launch(stages, memory: Memory, finite: bool) -> None:
-    kernels = {"pack": pack, "direct_reduce": direct_reduce, "direct_gemm": direct_gemm}
-    kernels |= {"split_filter": split_filter, "transpose_filter": transpose_filter, "hopper_wgrad_reduce": wgrad_reduce, "hopper_wgrad_add": wgrad_add, "fold_channels": fold_channels}
+    kernels = {"pack": pack, "direct_reduce": direct_reduce, "direct_gemm": direct_gemm, "hopper_gemm": product}
     for stage in stages:
         for step in stage:
             assert 1 <= step.grid < 2**31
             memory.loaded, memory.finite = {}, finite
-            if step.kernel == "hopper_gemm":
-                product(step, memory)
-            elif step.kernel == "hopper_dense":
-                dense_product(step, memory)
-            elif step.kernel == "hopper_wgrad":
-                wgrad_product(step, memory)
-            elif step.kernel == "hopper_pointwise":
-                pointwise_product(step, memory)
-            else:
-                kernels[step.kernel](step, memory)
+            kernels[step.kernel](step, memory)
 
 
 def gpu(multiprocessors: int = 132) -> SimpleNamespace:
@@ -1286,12 +989,6 @@ def emulate_moments(problem, config, x, w, b=None, *, multiprocessors: int = 5, 
     return memory.result(problem, x.dtype.name), mean, squares / count.sum(), bool(redone.any())
 
 
-def wgrad_sums(problem, config) -> int:
-    from pycuda_conv.engines.hopper.wgrad_launches import part_sums
-
-    return part_sums(problem, config)
-
-
 def emulate(
     problem, config, x, w, b=None, scale=None, residual=None, *, multiprocessors: int = 5, finite: bool = True, keep: bool = True, mended: list | None = None
 ) -> np.ndarray:
@@ -1309,15 +1006,13 @@ def emulate(
             launch(stages, memory, finite)
         (counts,) = memory.writes.values()
         sums = math.prod(problem.result_shape)
-        if type(config).__name__ == "WgradNhwc":  # of zeros, too, that channels are filled up with
-            sums = wgrad_sums(problem.launched, config)
         assert len(counts) == getattr(config, "SPLIT", 1) * sums and (counts == 1).all(), "elements were written twice or not at all"
         results.append(memory.result(problem, x.dtype.name))
         if mended is not None:
             mended.append(memory.mended)
     if program.filter_last:
         memory = Memory(problem, program, x, w, b, scale, residual, filter_last=True)
-        if not any(step.kernel in ("transpose_filter", "fold_channels") or (step.kernel == "pack" and named(step).filter_rows) for stage in program.filter_last for step in stage):
+        if not any(step.kernel == "pack" and named(step).filter_rows for stage in program.filter_last for step in stage):
             memory.buffers[PACKED] = np.zeros(0, np.uint8)
         launch(program.filter_last, memory, finite)
         results.append(memory.result(problem, x.dtype.name))

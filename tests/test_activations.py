@@ -13,6 +13,7 @@ import pytest
 import simt
 import test_epilogue as epilogue
 import test_implicit_gemm as implicit
+from modes import H200, asked, dtype_of, ids_of
 from reference import (
     ACTIVATIONS,
     DTYPES,
@@ -30,8 +31,7 @@ from reference import (
     tensor,
 )  # fmt: skip
 from test_epilogue import EMULATED, GPU_RUNS, allowed, arrays, launched, small
-from test_implicit_gemm import asked, dtype_of, emulated
-from test_implicit_gemm import torch as hopper  # noqa: F401  (a fixture)
+from test_implicit_gemm import emulated
 from test_kernels import DEPTHWISE, GEMM, GENERAL, POINTWISE, TRANSPOSED
 
 import pycuda_conv as pc
@@ -150,7 +150,7 @@ def test_a_layer_s_constants_hold_the_activation_but_not_the_slope():
     from pycuda_conv import background, engines
 
     def texts(activation):
-        schedule = engines.schedule(finishing(DEPTHWISE.problem("float32"), activation), Single(), implicit.H200)
+        schedule = engines.schedule(finishing(DEPTHWISE.problem("float32"), activation), Single(), H200)
         return [launch.source() for launch in background.launches(background.with_constants(schedule))]
 
     assert texts("leaky_relu") == texts(("leaky_relu", 0.2)) != texts("silu")
@@ -182,7 +182,7 @@ def test_a_layer_s_activation_is_computed_in_its_place(activation):
                 for shape, groups in (((32, 1, 3, 3), 32), ((32, 32, 1, 1), 1))]
     texts = set()
     for problem in problems:
-        schedule = engines.schedule(problem, engines.choose(problem, implicit.H200), implicit.H200)
+        schedule = engines.schedule(problem, engines.choose(problem, H200), H200)
         texts |= {(launch.source(), launch.arch or "sm_90") for launch in background.launches(background.with_constants(schedule))}
     for text, arch in texts:
         with tempfile.TemporaryDirectory() as folder:
@@ -193,7 +193,7 @@ def test_a_layer_s_activation_is_computed_in_its_place(activation):
         assert "call" not in made and made.count(".entry") == 1
 
 
-@pytest.mark.parametrize(("case", "mode", "config"), EMULATED, ids=epilogue.ids_of(EMULATED))
+@pytest.mark.parametrize(("case", "mode", "config"), EMULATED, ids=ids_of(EMULATED))
 def test_planning(monkeypatch, case, mode, config):
     """The tensor cores' launches apply it once, to each sum: those of split sums and of the exact path too."""
     number = EMULATED.index((case, mode, config))
@@ -213,8 +213,8 @@ def test_planning(monkeypatch, case, mode, config):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=NAMES)
-@pytest.mark.parametrize(("case", "mode", "config"), GPU_RUNS[::3], ids=epilogue.ids_of(GPU_RUNS[::3]))
-def test_tensor_core_kernels(hopper, case, mode, config, activation):  # noqa: F811
+@pytest.mark.parametrize(("case", "mode", "config"), GPU_RUNS[::3], ids=ids_of(GPU_RUNS[::3]))
+def test_tensor_core_kernels(torch, case, mode, config, activation):
     for everything in (True, False):
         check(Plan(finishing(asked(case, mode), activation, everything), "cuda", config=config), case, launched, "tf32" if "tf32" in mode else "")
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import simt
-from test_implicit_gemm import H200
+from modes import H200
 
 import pycuda_conv as pc
 from pycuda_conv import ConvArgumentError, ConvProblem, Plan, background, engines

@@ -28,13 +28,17 @@ from pycuda_conv.nn import compiler, linear  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 HOWS = "light", "operators"
+#: Whether each case is tried on torch's model and on a converted one, in both modes, evaluated and trained: three times as many compilations.
+EVERY_WAY = "PYCUDA_CONV_TESTS_EVERY_WAY" in os.environ
 #: Converted models too, which reach the rewrite by another operator.
-WAYS = pytest.mark.parametrize("kind, how", [("torch's", "light"), ("torch's", "operators"), ("converted", "light")])
+WAYS = pytest.mark.parametrize(
+    "kind, how", [("torch's", "light"), ("torch's", "operators"), ("converted", "light"), ("converted", "operators")][: 4 if EVERY_WAY else 3]
+)
 
 
 def trainings(kind, how):
     """Evaluation and training for torch's own model in light mode; one of them for the other ways, as each compilation takes half a second."""
-    return (False, True) if (kind, how) == ("torch's", "light") else (how == "operators",)
+    return (False, True) if EVERY_WAY or (kind, how) == ("torch's", "light") else (how == "operators",)
 
 
 COARSE = []  # not empty in a test whose values are rounded to 16 bits

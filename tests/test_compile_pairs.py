@@ -12,7 +12,7 @@ from alike import like_h200
 from reference import reference
 
 torch = pytest.importorskip("torch")
-from test_compile import FOUND, afresh, alike, chains, images, where  # noqa: E402, F401
+from test_compile import FOUND, GRAPHS, afresh, alike, chains, images, where  # noqa: E402, F401
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
@@ -79,6 +79,41 @@ def test_what_stays_apart(where, how, kind):  # noqa: F811
     assert not any({"conv", "shortcut"} <= set(one) for one in chains())
 
 
+class Joined(nn.Module):
+    """A convolution of two arrays that are concatenated, and what follows; `kind` says how it is written."""
+
+    def __init__(self, kind="plain"):
+        super().__init__()
+        self.kind = kind
+        self.conv = nn.Conv2d(8, 6, 3, padding=1, bias=kind != "no bias")
+        self.norm = nn.BatchNorm2d(6)
+
+    def forward(self, x):
+        a, b = F.relu(x[:, :3]), F.silu(x[:, 3:])
+        y = torch.cat((a, b), dim=-3) if self.kind == "turned" else torch.cat([a, b], 1)
+        if self.kind == "written":
+            b.mul_(2)
+        z = self.conv(y)
+        z = self.norm(z) if self.kind in ("norm", "norm and residual") else z
+        z = z + a.mean() if self.kind == "read" else z
+        z = z + x[:, 2:].sigmoid() if self.kind in ("residual", "norm and residual") else z
+        z = F.relu(z)
+        return z + y.mean() if self.kind == "twice" else z
+
+
+@HOWS
+@pytest.mark.parametrize("kind, taken", [
+    *((kind, True) for kind in ("plain", "turned", "norm", "residual", "norm and residual")),
+    *((kind, False) for kind in ("no bias", "written", "twice")),
+])  # fmt: skip
+def test_arrays_that_are_concatenated(where, how, kind, taken):  # noqa: F811
+    torch.manual_seed(0)
+    model = Joined(kind).to(memory_format=torch.channels_last)
+    alike(lambda: copy.deepcopy(model), how, False, None, images(2, 8, 6, 5, channels_last=True, where=where))
+    cats = [n for gm in GRAPHS for n in gm.graph.nodes if n.target in joins._CATS]
+    assert bool(cats) != taken and len(chains()) >= 1
+
+
 @HOWS
 def test_arrays_in_c_order_and_gradients_stay_apart(where, how):  # noqa: F811
     torch.manual_seed(0)
@@ -101,7 +136,7 @@ def test_the_launch_on_the_simulated_machine(form, monkeypatch):
     shapes = (2, 40, 9, 8), (72, 40, 3, 3), (2, 24, 9, 8), (72, 24, 1, 1)
     signatures = tuple((shape, torch.float16, 0) for shape in shapes)
     calls = (Call("conv", 2, 1, n, 1, 1, "fp32", 0, activation).hashable() for n, activation in ((1, "relu"), (0, None)))
-    way = pairs._way.__wrapped__(*calls, signatures)
+    way = pairs._way.__wrapped__(*calls, signatures, False)
     assert way is not None and way.shape == (2, 72, 9, 8)
     a, wa, b, wb = (rng.integers(-2, 3, shape).astype(np.float16) for shape in shapes)
     scale, bias = rng.integers(1, 3, 72).astype(np.float32), rng.integers(-3, 4, 72).astype(np.float32)
@@ -112,6 +147,27 @@ def test_the_launch_on_the_simulated_machine(form, monkeypatch):
     simt.run([[getattr(way, form)]], memory, 1)
     sums = reference(False, 2, a, wa, padding=1) + reference(False, 2, b, wb)
     right = np.maximum(sums * scale[:, None, None] + bias[:, None, None], 0)
+    np.testing.assert_array_equal(np.moveaxis(memory.buffers[-1].view(np.float16).reshape(y.shape), -1, 1).astype(float), right)
+
+
+@pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
+def test_the_launch_of_concatenated_arrays_on_the_simulated_machine(monkeypatch):
+    device, rng = like_h200((9, 0), "cuda"), np.random.default_rng(4)
+    monkeypatch.setattr(pairs.TORCH, "device", lambda signature, context: device)
+    monkeypatch.setattr(pairs.engines, "predicted", lambda *given: 1e9)
+    shapes = (2, 40, 9, 8), (72, 64, 3, 3), (2, 24, 9, 8)
+    signatures = *((shape, torch.float16, 0) for shape in shapes), None
+    way = pairs._way.__wrapped__(Call("conv", 2, 1, 1, 1, 1, "fp32", 0, "relu").hashable(), None, signatures, True)
+    a, w, b = (rng.integers(-2, 3, shape).astype(np.float16) for shape in shapes)
+    scale, bias = rng.integers(1, 3, 72).astype(np.float32), rng.integers(-3, 4, 72).astype(np.float32)
+    residual = rng.integers(-5, 6, (2, 72, 9, 8)).astype(np.float16)
+    last = [np.ascontiguousarray(np.moveaxis(one, 1, -1)) for one in (a, w, b, residual)]
+    y = np.full((2, 9, 8, 72), np.nan, np.float16)
+    arrays = last[0], last[1], scale, bias, last[3], last[2], None, y
+    memory = SimpleNamespace(buffers=[None if one is None else one.reshape(-1).view(np.uint8) for one in arrays])
+    simt.run([[way.general]], memory, 1)
+    sums = reference(False, 2, np.concatenate([a, b], 1), w, padding=1)
+    right = np.maximum(sums * scale[:, None, None] + bias[:, None, None] + residual, 0)
     np.testing.assert_array_equal(np.moveaxis(memory.buffers[-1].view(np.float16).reshape(y.shape), -1, 1).astype(float), right)
 
 
@@ -135,5 +191,11 @@ def test_on_a_gpu(dtype, c, other, k, size, monkeypatch):
     theirs = F.conv2d(x, w, bias.to(dtype), padding=1) + F.conv2d(z, v)
     limit = (theirs.double() - wanted).norm()
     for _ in range(3):
-        got = pairs.two(one(1), one(0), 0, x, w, z, v, folded)
+        got = pairs.two(one(1), one(0), 0, x, w, None, z, v, folded)
         assert (got.double() - wanted).norm() <= 1.05 * limit and got.is_contiguous(memory_format=torch.channels_last)
+    whole = torch.randn((k, c + other, 3, 3), **last).contiguous(memory_format=torch.channels_last)
+    wanted = F.conv2d(torch.cat([x, z], 1).double(), whole.double(), bias.double(), padding=1) + wanted.to(dtype).double()
+    limit = (F.conv2d(torch.cat([x, z], 1), whole, bias.to(dtype), padding=1) + got).double().sub(wanted).norm()
+    for _ in range(3):
+        both = pairs.two(one(1), (), 0, x, whole, got, z, None, folded)
+        assert (both.double() - wanted).norm() <= 1.05 * limit

@@ -4,10 +4,14 @@ import importlib.util
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import simt
+from fake_cuda import FakeCuda
+
+from pycuda_conv.runtime import binaries
 
 COURSE = Path(__file__).parents[1] / "docs" / "course"
 if not COURSE.is_dir() or simt.WHY_NOT:
@@ -69,3 +73,15 @@ def test_a_piece_is_short_and_in_the_course(name):
     assert 30 <= len(run.text_of(name).splitlines()) <= 150
     page = (COURSE.parent / "course.md").read_text()
     assert f"(course/{name}.cu)" in page and f"(course/{name}.svg)" in page
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_launched_as_other_kernels_are(name, tmp_path, monkeypatch):
+    """By the driver's stand-in: each text has a binary, and each launch its arguments."""
+    device = FakeCuda(tmp_path, monkeypatch).device("python")
+    monkeypatch.setenv("PYCUDA_CONV_CACHE_DIR", str(tmp_path))
+    work = run.PIECES[name](run.text_of(name), "large", False)
+    for launch in work.launches:
+        made_by = SimpleNamespace(identity=("a", "compiler"), compile=lambda source, arch: f"{arch} {source}".encode())
+        assert launch.text.encode() in binaries.make(launch.source(), launch.arch, made_by)
+        device.launcher(launch)([1 << 20] * len(work.arrays), None)

@@ -12,8 +12,9 @@ import pytest
 import simt
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from modes import H200
+from on_gpu import Arrays, side_by_side
 from reference import NVCC, assert_close, assert_exact, covering, nvcc_of
-from test_implicit_gemm import H200, Arrays, side_by_side
 
 from pycuda_conv import ConvProblem, Plan, engines
 from pycuda_conv.engines.mma import dmma

@@ -29,7 +29,7 @@ def blocks(page, language):
 
 
 #: Files that a page tells its reader to make.
-MADE = {"docs/howto/hopper-kernel.md": {"cu/hopper/boxes.cu", "pycuda_conv/engines/hopper/boxes.py", "tests/test_boxes.py"}}
+MADE = {"docs/howto/hopper-kernel.md": {"cu/hopper/boxes.cu", "pycuda_conv/engines/hopper/boxes.py", "tests/cases/boxes.py"}}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

@@ -7,8 +7,8 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given
+from on_gpu import Arrays
 from reference import DTYPES, EPS, SUM_EPS, TINY, assert_close, assert_exact, channels_last, is_channels_last, run, tensor
-from test_implicit_gemm import Arrays
 
 import pycuda_conv as pc
 from pycuda_conv import ConvProblem, Plan

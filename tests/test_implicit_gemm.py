@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import re
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
@@ -14,11 +12,14 @@ from types import SimpleNamespace
 import emulator
 import numpy as np
 import pytest
-from filelock import FileLock
+from alike import check_compiled, check_moments, check_refused, check_steps
+from awkward import AWKWARD, BASE, POINT
 from hypothesis import Phase, assume, given, seed, settings
 from hypothesis import strategies as st
-from reference import DTYPES, EPS, NVCC, TINY, Case, assert_close, assert_exact, covering, dgrad, fprop, nvcc_of, spills, tensor
-from test_kernels import FORWARD, TRANSPOSED_CASES, check_refused
+from modes import H200, MODES, asked, bound, dtype_of, ids_of, limbs_bound
+from on_gpu import MARGIN, Arrays, side_by_side
+from ranges import NORMED, SCENARIOS, check_not_finite, check_range, check_scenario, data, halves, with_value
+from reference import NVCC, Case, assert_close, assert_exact, dgrad, fprop, tensor
 
 import pycuda_conv as pc
 from pycuda_conv import ConvProblem, Plan, engines
@@ -31,102 +32,10 @@ from pycuda_conv.engines.hopper import gemm_tiles
 from pycuda_conv.engines.hopper.dense import DenseNhwc
 from pycuda_conv.engines.hopper.gemm import ImplicitGemm
 from pycuda_conv.engines.mma.few_inputs import FewInputs
-from pycuda_conv.runtime import get_device
-from pycuda_conv.runtime.base import Im2col, kernel_file
-from pycuda_conv.runtime.cache import cache_dir
+from pycuda_conv.runtime.base import Im2col
 from pycuda_conv.tools.suite import core
 
-H200 = emulator.gpu()
-
-#: What is asked of the engine: (dtype, precision, layout).
-MODES = {
-    "fp32": ("float32", "fp32", "NCHW"), "fp32 last": ("float32", "fp32", "NHWC"),
-    "tf32": ("float32", "tf32", "NCHW"), "tf32 last": ("float32", "tf32", "NHWC"),
-    "fp16": ("float16", "fp32", "NCHW"), "fp16 last": ("float16", "fp32", "NHWC"),
-    "bf16": ("bfloat16", "fp32", "NCHW"), "bf16 last": ("bfloat16", "fp32", "NHWC"),
-}  # fmt: skip
-if "bfloat16" not in DTYPES:
-    MODES = {name: mode for name, mode in MODES.items() if mode[0] != "bfloat16"}
-
-
-@cache
-def asked(case: Case, mode: str) -> ConvProblem:
-    dtype, precision, layout = MODES[mode]
-    return replace(case.problem(dtype), precision=precision, layout=layout)
-
-
-def dtype_of(mode: str) -> str:
-    return MODES[mode][0]
-
-
-def bound(case: Case, mode: str, x, w, b, ref) -> np.ndarray:
-    """How far from `ref` a result may be: an honest fp32 sum; for tf32 the rounding of each factor to 11 bits as well."""
-    allowed = case.bound(x, w, b, ref)
-    if "tf32" in mode:
-        allowed = allowed + 2.0**-9 * case.reference(np.abs(x), np.abs(w), None)
-    return allowed
-
-
 # ---- the problems and the tiles
-
-BASE = fprop((2, 24, 9, 8), (40, 24, 3, 3), padding=1)
-POINT = fprop((3, 64, 10, 12), (136, 64, 1, 1))
-SHAPES = [
-    # channels: tails of every load, one load and several, packed or as they are
-    *(fprop((2, c, 7, 5), (9, c, 3, 2), padding=(1, 0)) for c in (8, 15, 16, 20, 24, 33, 40, 72, 136)),
-    *(fprop((2, c, 6, 6), (k, c, 1, 1)) for c, k in ((3, 8), (40, 24), (64, 70), (130, 4))),  # one row of pixels to the loads
-    fprop((3, 20, 5, 6), (12, 20, 1, 1), stride=2), fprop((2, 20, 5, 6), (12, 20, 1, 1), padding=(1, 2)),
-    fprop((1, 70, 1, 1), (66, 70, 1, 1)), fprop((150, 16, 1, 1), (8, 16, 1, 1)),
-    # rows, columns and images
-    BASE, fprop((5, 16, 3, 4), (200, 16, 3, 3), padding=1), fprop((1, 16, 40, 40), (5, 16, 3, 3)), fprop((7, 16, 2, 3), (8, 16, 2, 3), padding=1),
-    # strides, uneven padding, dilation
-    fprop((2, 20, 13, 9), (24, 20, 3, 2), padding=((1, 2), (0, 3)), dilation=(2, 1)), fprop((2, 20, 11, 17), (24, 20, 3, 2), stride=(2, 3), padding=(2, 1)),
-    fprop((1, 16, 30, 41), (8, 16, 3, 2), stride=(8, 7), padding=(3, 1)), fprop((1, 16, 9, 31), (8, 16, 3, 3), stride=(2, 9), padding=1),
-    fprop((2, 9, 40, 20), (8, 9, 2, 3), stride=(17, 2)), fprop((2, 5, 9, 40), (8, 5, 3, 20), stride=(1, 17), padding=(1, 3)),
-    fprop((1, 16, 4, 6), (8, 16, 9, 2), padding=((128, 3), (1, 126))), fprop((1, 16, 4, 6), (8, 16, 2, 2), padding=(0, 129)),
-    fprop((1, 16, 3, 5), (8, 16, 1, 2), padding=(129, 0)), fprop((1, 16, 6, 40), (8, 16, 2, 2), padding=(0, 127), dilation=(3, 255)),
-    fprop((1, 16, 6, 300), (8, 16, 2, 2), dilation=(3, 256)), fprop((2, 16, 6, 7), (8, 16, 3, 3), dilation=4, padding=6),
-    # taps of which a block packs the same channels; rows of the filter that are packed in parts
-    fprop((2, 72, 100), (9, 72, 3), stride=12, padding=1), fprop((2, 40, 9, 50), (9, 40, 2, 2), stride=(1, 11)),
-    fprop((1, 1300, 3, 4), (9, 1300, 3, 3), padding=1), fprop((1, 50, 8, 6), (70, 50, 20, 13), padding=(8, 5)), dgrad((1, 1301, 3, 3), (1301, 9, 3, 3), padding=1),
-    # few channels: windows that overlap, of one row of the image or as many as the stride
-    fprop((2, 3, 24, 32), (9, 3, 8, 8), stride=8), fprop((2, 2, 15, 20), (9, 2, 4, 3), stride=(3, 2), padding=(2, 1)), fprop((2, 5, 13, 9), (8, 5, 3, 3), stride=(2, 1), dilation=(2, 1), padding=2),
-    fprop((3, 9, 14, 13), (8, 9, 3, 4), stride=2, padding=((0, 1), (1, 0))), fprop((2, 1, 9, 9), (70, 1, 5, 5), padding=((3, 4), (4, 6)), stride=(2, 3)), fprop((2, 12, 7, 8), (8, 12, 1, 6), padding=(0, 2)),
-    # few channels: folded taps
-    fprop((2, 3, 20, 19), (10, 3, 7, 7), stride=2, padding=3), fprop((2, 3, 9, 10), (10, 3, 3, 3), padding=1), fprop((2, 1, 11, 8), (4, 1, 5, 5), padding=2),
-    fprop((1, 7, 8, 9), (8, 7, 3, 4), padding=(1, 2), dilation=(1, 2)), fprop((2, 4, 9, 8), (8, 4, 3, 1), padding=1),
-    # groups
-    fprop((2, 48, 7, 6), (80, 24, 3, 3), padding=1, groups=2), fprop((2, 64, 7, 6), (12, 16, 3, 1), padding=1, groups=4),
-    fprop((2, 15, 7, 6), (21, 5, 3, 3), padding=1, groups=3), fprop((2, 128, 6, 5), (4, 64, 2, 2), groups=2), fprop((2, 3, 8, 7), (6, 1, 3, 3), padding=1, groups=3),
-    fprop((2, 160, 4, 4), (70, 80, 1, 1), groups=2),
-    # one and three axes
-    fprop((4, 20, 30), (17, 20, 5), padding=2, stride=3), fprop((2, 16, 100), (9, 16, 3), padding=((300, 7),), dilation=90), fprop((3, 16, 60), (8, 16, 2), stride=11),
-    fprop((2, 4, 50), (6, 4, 9), stride=4, padding=4), fprop((2, 16, 64), (8, 16, 2), padding=((16, 0),), dilation=70),
-    fprop((2, 16, 4, 5, 6), (9, 16, 3, 2, 3), padding=(1, 0, 2)), fprop((1, 20, 6, 7, 9), (8, 20, 2, 3, 2), stride=(1, 2, 3), padding=((0, 2), (2, 1), (1, 0)), dilation=(2, 1, 2)),
-    fprop((2, 3, 4, 7, 8), (8, 3, 3, 3, 3), stride=2, padding=1), fprop((1, 16, 3, 3, 4), (8, 16, 2, 2, 2), padding=((16, 15), (0, 16), (3, 14))),
-    fprop((1, 16, 3, 3, 4), (8, 16, 2, 2, 2), padding=(0, 0, 17)), fprop((1, 16, 3, 3, 4), (8, 16, 2, 2, 1), padding=(17, 0, 0)), fprop((1, 16, 33, 4, 4), (8, 16, 2, 2, 2), dilation=(31, 1, 1)),
-    fprop((1, 16, 34, 4, 4), (8, 16, 2, 2, 2), dilation=(32, 1, 1)), fprop((2, 16, 3, 4, 5), (8, 16, 1, 1, 1)), fprop((2, 16, 1, 4, 5), (8, 16, 1, 3, 3), padding=(0, 1, 1)),
-    fprop((1, 12, 20, 4, 5), (8, 6, 3, 2, 2), stride=(9, 1, 1), groups=2),
-    # the gradient of the input: phases
-    dgrad((2, 20, 5, 6), (20, 40, 3, 3), padding=1), dgrad((2, 24, 5, 6), (24, 40, 3, 2), stride=2, padding=1, output_padding=(1, 0)),
-    dgrad((2, 16, 4, 3), (16, 9, 3, 4), stride=(3, 2), padding=((1, 0), (0, 2)), output_padding=1), dgrad((1, 16, 3, 4), (16, 8, 2, 2), stride=3, output_padding=(1, 2)),
-    dgrad((2, 16, 4, 5), (16, 8, 3, 3), stride=2, dilation=2, padding=1), dgrad((1, 16, 4, 5), (16, 8, 3, 4), stride=(2, 6), dilation=(3, 4), output_padding=(2, 1)),
-    dgrad((2, 48, 5, 4), (48, 20, 3, 3), stride=2, padding=1, groups=2), dgrad((2, 3, 6, 5), (3, 9, 3, 3), stride=2, padding=1), dgrad((2, 16, 20), (16, 70, 5), stride=3, padding=2, output_padding=1),
-    dgrad((2, 16, 3, 4, 3), (16, 9, 3, 2, 3), stride=(1, 2, 2), padding=(1, 0, 1), output_padding=(0, 1, 0)), dgrad((2, 72, 4, 4), (72, 16, 1, 1), stride=2, output_padding=1),
-    # whose result's sizes are multiples of the stride
-    dgrad((2, 24, 5, 6), (24, 40, 4, 4), stride=2, padding=1), dgrad((2, 16, 3, 4, 3), (16, 9, 4, 2, 3), stride=(2, 1, 3), padding=(1, 0, 0)),
-    dgrad((1, 48, 4, 4), (48, 20, 3, 3), stride=2, padding=1, output_padding=1, groups=2), dgrad((2, 16, 20), (16, 70, 5), stride=4, padding=2, output_padding=3),
-    dgrad((2, 16, 1, 1), (16, 8, 4, 4), padding=1), dgrad((2, 16, 5, 4), (16, 8, 5, 5), padding=(4, 3)), dgrad((1, 16, 9), (16, 8, 4), stride=17),
-    # whose columns are written in pairs, along one and three axes, four and two at once, in groups
-    dgrad((2, 16, 20), (16, 70, 4), stride=2, padding=1), dgrad((2, 16, 3, 4, 3), (16, 9, 3, 2, 4), stride=(1, 2, 2), padding=(1, 0, 0)),
-    dgrad((1, 16, 2, 3, 5), (16, 9, 2, 3, 2), stride=2), dgrad((2, 48, 5, 6), (48, 20, 3, 3), stride=2, padding=1, output_padding=1, groups=2),
-    dgrad((2, 16, 7, 7), (16, 40, 1, 1), stride=2, output_padding=1), dgrad((3, 72, 1, 1), (72, 16, 2, 2), stride=2),
-    # phases that are repeats of others: all of one, of several, in groups
-    dgrad((2, 20, 5, 3), (20, 24, 4, 4), stride=4), dgrad((2, 24, 13), (24, 40, 16), stride=8, padding=4), dgrad((1, 48, 2, 3), (48, 20, 8, 4), stride=(4, 2), padding=(2, 1), groups=2),
-    # without the axis N
-    fprop((20, 9, 8), (12, 20, 3, 3), padding=1), dgrad((16, 4, 3), (16, 9, 3, 3), stride=2),
-]  # fmt: skip
-AWKWARD = [*SHAPES, *FORWARD, *TRANSPOSED_CASES]
 
 
 def widest(mode: str, rows: int, stages: int, split: int = 1, case: Case = BASE) -> ImplicitGemm:
@@ -172,11 +81,6 @@ def test_the_plan_computes_the_convolution(case, mode):
         arrays = case.normals("float32", seed=1)
         ref = case.reference(*arrays)
         assert_close(emulated(case, mode, arrays, keep=False), ref, limbs_bound(case, mode, *arrays[:2], ref), problem)
-
-
-def limbs_bound(case: Case, mode: str, x, w, ref, bits: float = 20.9) -> np.ndarray:
-    """What limbs lose without any rounding of sums: half a unit of each of two factors, and what three products leave out (`bits`)."""
-    return (2.0**-9.9 if "tf32" in mode else 2.0**-bits) * case.reference(np.abs(x), np.abs(w)) + EPS["float32"] * np.abs(ref)
 
 
 @pytest.mark.parametrize("rows", [64, 128])
@@ -267,18 +171,9 @@ def test_moments_are_noted(case, mode, config):
         check_moments(asked(case, mode), config, arrays)
 
 
-def check_moments(problem: ConvProblem, config, arrays, run=None) -> None:
-    """For a batch norm: they are the result's own."""
-    y, mean, variance, redone = emulator.emulate_moments(problem, config, *arrays, run=run)
-    y = y.astype(float).swapaxes(0, 1).reshape(len(mean), -1)
-    scale = np.sqrt((y**2).mean(1))
-    assert (np.abs(mean - y.mean(1)) <= 1e-6 * scale).all() and (np.abs(variance - y.var(1)) <= 1e-6 * scale**2).all()
-    assert not redone
-
-
 def test_moments_of_results_that_were_computed_again_say_so():
     x, w, _ = COMMON.normals("float32", seed=1)
-    x = _halves(x, -40, np.random.default_rng(0))
+    x = halves(x, -40, np.random.default_rng(0))
     assert emulator.emulate_moments(asked(COMMON, "fp32"), TILES["fp32"], x, w)[3]
 
 
@@ -581,22 +476,6 @@ def test_columns_that_a_stride_meets_repeat_after_it():
         assert (found["step_w"], found["met_w"]) == ((1, 1) if len(met) == stride else (stride, sum(1 << column for column in met)))
 
 
-def check_steps(program, kernel: str) -> None:
-    """The arguments are those of the kernel's struct, and every define is one that the kernel's file gives a default."""
-    for step in (step for stage in (*program.prepare, *program.steps, *program.whole, *(program.filter_last or ())) for step in stage):
-        text = kernel_file(step.file or step.kernel).read_text()
-        defaults = set(re.findall(r"^#define (\w+) -?\d+", re.split(r"^#endif", text, maxsplit=1, flags=re.M)[0], re.M))
-        assert set(step.defines) - {"DTYPE", "INDEX_64"} <= defaults
-        if step.kernel == kernel:
-            phases = step.defines.get("PHASES", 1)
-            mends = kernel == "hopper_gemm" and step.defines["OUT"] == 32 and not step.defines["BF16"]
-            d = step.defines
-            joins = kernel == "hopper_gemm" and d["OUT"] == 32 and not (d["BF16"] or d["PINGPONG"])  # its text may add parts
-            structs = phases + (phases > 1 and kernel in ("hopper_gemm", "hopper_dense"))  # and how phases are repeated
-            assert len(step.structs) == structs + (phases + 1 if mends else 0) + joins and set(step.defines) == defaults and step.source()
-        assert all(isinstance(v, int) and -(2**63) <= v < 2**63 for v in step.numbers)
-
-
 def test_steps_fit_their_kernels():
     for case in (BASE, fprop((2, 3, 20, 19), (10, 3, 7, 7), stride=2, padding=3), dgrad((2, 24, 5, 6), (24, 40, 3, 2), stride=2)):
         for mode in MODES:
@@ -608,113 +487,6 @@ def test_steps_fit_their_kernels():
 WIDE = fprop((4, 24, 10, 9), (40, 24, 3, 3), padding=1, bias=False)
 DEEP = fprop((4, 256, 5, 8), (12, 256, 3, 3), padding=1, bias=False)
 BACK = dgrad((4, 24, 6, 5), (24, 40, 3, 3), stride=2, padding=1, bias=False)
-
-
-def _even(shape, exponent: int, rng) -> np.ndarray:
-    """Numbers of magnitude 2^exponent to 2^(exponent + 1)."""
-    return (rng.choice([-1.0, 1.0], shape) * rng.uniform(1, 2, shape) * 2.0**exponent).astype("f")
-
-
-def _halves(x: np.ndarray, exponent: int, rng) -> np.ndarray:
-    """`x` with far smaller numbers in its right half: results far enough right depend on those alone."""
-    x = x.copy()
-    right = x[..., x.shape[-1] // 2 :]
-    right[:] = _even(right.shape, exponent, rng)
-    return x
-
-
-def _spread(shape, low: float, high: float, rng) -> np.ndarray:
-    return (rng.choice([-1.0, 1.0], shape) * 10.0 ** rng.uniform(low, high, shape)).astype("f")
-
-
-def _scaled(a: np.ndarray, axis: int, exponents) -> np.ndarray:
-    shape = [1] * a.ndim
-    shape[axis] = -1
-    return (a.astype(float) * np.resize(np.asarray(exponents, float), a.shape[axis]).reshape(shape)).astype("f")
-
-
-def _with(a: np.ndarray, at, value) -> np.ndarray:
-    a = a.copy()
-    a[at] = value
-    return a
-
-
-def _few_channels(x: np.ndarray, w: np.ndarray, exponent: int, axis: int, rng) -> tuple:
-    """Half of the channels carry small weights, the other half weights of 1 that meet zeros: sums of small products alone."""
-    half = x.shape[1] // 2
-    x, w, cut = x.copy(), w.copy(), [slice(None)] * w.ndim
-    x[:, :half] = 0
-    cut[axis] = slice(half, None)
-    w[tuple(cut)] = _even(w[tuple(cut)].shape, exponent, rng)
-    return x, w
-
-
-def data(name: str, case: Case) -> tuple:
-    """Input and filter of a scenario; `case` has four images."""
-    x, w, _ = case.normals("float32", seed=3)
-    rng = np.random.default_rng(4)
-    word, _, number = name.partition(" 2^")
-    exponent = int(number or 0)
-    return {
-        "ordinary": lambda: (x, w),
-        "1e-38 to 1e38": lambda: (_spread(x.shape, -38, 38, rng), w),
-        "1e-38 to 1e38 in one image": lambda: (_with(x, 2, _spread(x.shape[1:], -38, 38, rng)), w),
-        "images of their own ranges": lambda: (_scaled(x, 0, [1e-38, 1e-9, 1e12, 1e30]), w),
-        "an outlier of 1e30": lambda: (_with(x, (1, 0, 3, 4), 1e30), w),
-        "an outlier of 3e4": lambda: (_with(x, (1, 0, 3, 4), 3e4), w),
-        "an outlier among small values": lambda: (_with(_scaled(x, 0, [1, 1e-5, 1, 1]), (1, 0, 3, 4), 1e4), w),
-        "subnormals": lambda: ((rng.integers(-1000, 1001, x.shape) * 2.0**-149).astype("f"), w),
-        "near the least normal": lambda: (_scaled(x, 0, [2.0**-126] * 4), w),
-        "zeros": lambda: (x * 0, w),
-        "an image of zeros": lambda: (_with(x, 1, 0), w),
-        "a filter of zeros": lambda: (x, w * 0),
-        "channels of wide range": lambda: (x, _with(w, (slice(None), 3), _spread(w[:, 3].shape, -20, 18, rng)) if case.transposed else _with(w, 3, _spread(w[3].shape, -20, 18, rng))),
-        "channels of their own ranges": lambda: (x, _scaled(w, int(case.transposed), 10.0 ** np.linspace(-17, 17, 7))),
-        "both of their own ranges": lambda: (_scaled(x, 0, [1e-17, 1e-9, 1e12, 1e17]), _scaled(w, int(case.transposed), 10.0 ** np.linspace(-17, 17, 7))),
-        "small": lambda: (_even(x.shape, exponent, rng), w),
-        "small normals": lambda: (x * np.float32(2.0**exponent), w),
-        "halves": lambda: (_halves(x, exponent, rng), w),
-        "small channels": lambda: _few_channels(x, w, exponent, 1 - int(case.transposed), rng),
-        "halves and small channels": lambda: _few_channels(_halves(x, exponent, rng), w, exponent, 1 - int(case.transposed), rng),
-    }[word]()
-
-
-SCENARIOS = [
-    "ordinary", "1e-38 to 1e38", "1e-38 to 1e38 in one image", "images of their own ranges", "an outlier of 1e30", "an outlier of 3e4", "an outlier among small values",
-    "subnormals", "near the least normal", "zeros", "an image of zeros", "a filter of zeros", "channels of wide range", "channels of their own ranges", "both of their own ranges",
-    *(f"small 2^{e}" for e in (-70, -61, -60, -45, -32, -29, -28, -27, -26, -25, -24, -23, -20, -12, 4, 5, 6, 20, 45, 60, 61, 90)),
-    *(f"small normals 2^{e}" for e in (-70, -60, -45, -30, -20, -10, 3, 20, 60, 90)),
-    *(f"halves 2^{e}" for e in (-10, -20, -24, -26, -28, -30, -31, -32, -34, -40)), *(f"small channels 2^{e}" for e in (-20, -26, -28, -30, -32, -40)),
-    *(f"halves and small channels 2^{e}" for e in (-12, -20, -24, -28, -30, -31, -32)),
-]  # fmt: skip
-
-
-NORMED = {name for name in SCENARIOS if name.startswith("small ") and "channels" not in name}
-
-
-def check_range(case: Case, mode: str, x: np.ndarray, w: np.ndarray, got: np.ndarray, what: str) -> None:
-    """Element by element within the bound wherever no order of summation overflows; not finite wherever every one does."""
-    ref, magnitude = case.reference(x, w), case.reference(np.abs(x), np.abs(w))
-    allowed = bound(case, mode, x, w, None, ref) + case.depth * TINY["float32"]  # products round too where they are subnormal
-    safe = magnitude < 3e38
-    assert safe.any()
-    got = got.astype(float)
-    assert_close(np.where(safe, got, 0), np.where(safe, ref, 0), np.where(safe, allowed, 0), f"{case} {mode} {what}")
-    assert not np.isfinite(got[np.abs(ref) > 3.5e38]).any()
-
-
-def check_norm(case: Case, mode: str, x: np.ndarray, w: np.ndarray, got: np.ndarray, what: str) -> None:
-    """Where all numbers are of one size the error is that of fp32 in the mean too, whatever the size."""
-    ref = case.reference(x, w)
-    error = np.linalg.norm(got.astype(float) - ref) / np.linalg.norm(ref)
-    assert error <= (1e-3 if "tf32" in mode else 6e-7), f"{case} {mode} {what}: relative error {error:.2g}"
-
-
-def check_scenario(case: Case, mode: str, x: np.ndarray, w: np.ndarray, got: np.ndarray, scenario: str) -> None:
-    """What is asked of the result of a scenario's data."""
-    check_range(case, mode, x, w, got, scenario)
-    if scenario in NORMED:
-        check_norm(case, mode, x, w, got, scenario)
 
 
 #: All of the widest case; the others by turns, a long sum where its error in the mean is held.
@@ -748,34 +520,6 @@ NOT_FINITE += [(fprop((2, 100, 5, 8), (70, 100, 1, 1), bias=False), "fp16", Impl
 
 LARGER = fprop((3, 15, 66, 64), (256, 15, 7, 7), stride=2, padding=3, bias=False)  # as that of test_rows_beyond_the_filter, for what is large enough
 NOT_FINITE_ON_THE_GPU = NOT_FINITE + [(LARGER, mode, ImplicitGemm(64, 128, 3)) for mode in ("fp16", "fp16 last", "bf16 last") if mode in MODES]
-
-
-#: All bits are set: the next larger integer is a negative number.
-NAN_OF_A_GPU = np.array(0x7FFFFFFF, np.uint32).view("f")[()]
-
-
-def check_not_finite(case: Case, mode: str, run) -> None:
-    """`run` of arrays with one value that is not finite, in the input or in the filter, against IEEE's arithmetic in float64."""
-    x, w, b = case.integers(dtype_of(mode), seed=5)
-    w[w == 0] = 1  # a tap of 0 would make "depends on" a matter of taste
-    clean = run(x, w, b)
-    first = x.shape[1] - x.shape[1] // case.options.get("groups", 1)  # of the last group
-    middle = tuple(n // 2 for n in w.shape[2:])
-    places = ((0, (1, 2, 3, 2)), (0, (1, first, 1, 1)), (1, (2, 1, *middle)), (1, (0, 0, 0, 0)))
-    for value, some in ((np.nan, places[::2]), (NAN_OF_A_GPU, places), (np.inf, places[::2]), (-np.inf, places[1::2])):
-        for which, at in some:
-            given = [x.copy(), w.copy()]
-            given[which][at] = value
-            with np.errstate(invalid="ignore"):
-                got, ref = run(*given, b), case.reference(*given)
-            what = f"{case} {mode}: {value} at {at} of the {('input', 'filter')[which]}"
-            if case.transposed and which == 1:  # a phase's taps meet zeros beyond the operand's edges, as those of a forward convolution do
-                ref = np.where(np.isnan(got) & ~np.isfinite(ref).all(axis=tuple(range(2, ref.ndim)), keepdims=True), np.nan, ref)
-            assert np.array_equal(np.isnan(got), np.isnan(ref)), f"{what}: {np.isnan(got).sum()} NaNs, expected {np.isnan(ref).sum()}"
-            assert np.array_equal(got[np.isinf(ref)], ref[np.isinf(ref)].astype(got.dtype)), what
-            assert not np.isinf(got[np.isfinite(ref)]).any(), what
-            same = np.isfinite(ref)  # integers: whichever kernel computed them
-            assert np.array_equal(got[same], clean[same]), what
 
 
 @pytest.mark.parametrize(("case", "mode", "config"), NOT_FINITE, ids=[f"{mode}-{case}" for case, mode, _ in NOT_FINITE])
@@ -945,32 +689,7 @@ def test_the_planner_s_kernels_compile_and_do_not_spill():
     check_compiled(steps, 72)  # some words of a tile's stores, of stages that are put off, or of the arguments of a filter that is packed
 
 
-def check_compiled(steps: dict, most: int = 0, most_sm80: int | None = None) -> None:
-    """`steps`: steps, and what each is for; some are compiled for all. A kernel may spill `most` bytes, on sm_80 `most_sm80` if that is given."""
-    what_for = {id(step): what for step, what in steps.values()}
-    chosen = covering([step for step, _ in steps.values()])
-    done = nvcc_of([(step.source(), step.arch or "sm_90") for step in chosen])
-    wrong = []
-    for step, result in zip(chosen, done, strict=True):
-        said, found = result.stderr, spills(result.stderr)
-        allowed = most_sm80 if step.arch == "sm_80" and most_sm80 is not None else most
-        if result.returncode or not found or max(found) > allowed or re.search(r"warning|C75(08|10|15|17)|setmaxnreg", said, re.I):
-            wrong.append(f"{what_for[id(step)]}: {step.arch} {dict(step.defines)}\n{said[-800:]}")
-    assert not wrong, "\n".join(wrong)
-
-
 # ---- B. On the GPU
-
-
-@pytest.fixture(scope="module")
-def torch():
-    """torch, where the GPU is one that the engine runs on."""
-    if get_device("cuda").capability != (9, 0):
-        pytest.skip("the GPU is not of compute capability 9.0")
-    module = pytest.importorskip("torch")
-    if not module.cuda.is_available():
-        pytest.skip("this torch has no CUDA")
-    return module
 
 
 WIDER = fprop((5, 72, 13, 14), (200, 72, 3, 3), padding=1)
@@ -1045,13 +764,6 @@ GROUPS = {
 }  # fmt: skip
 
 
-def side_by_side(name: str, make, runs) -> dict:
-    """What `make` makes of each of `runs`; of several workers the first compiles, the others find it in the cache on disk."""
-    cache_dir().mkdir(parents=True, exist_ok=True)
-    with FileLock(cache_dir() / f"tests of {name}.lock"), ThreadPoolExecutor(os.cpu_count()) as pool:
-        return dict(zip(map(str, runs), pool.map(make, runs), strict=True))
-
-
 @cache
 def plans(group: str) -> dict:
     """The plans of a group."""
@@ -1070,64 +782,6 @@ def test_what_runs_on_the_gpu_is_legal():
     assert all(packing(asked(case, mode), windows=True)[0].window.covers_unused_rows for case in (STEM, LARGER) for mode in ("fp16", "fp16 last"))
     assert all(ig.refusal(asked(case, mode), widest(mode, 64, 2)) is None for case, mode in LARGE)
     assert all(isinstance(engines.choose(asked(case, mode), H200), TENSOR_CORES) for case, mode in PUBLIC)
-
-
-MARGIN = 1024  # bytes of 0xff, which is NaN in every dtype, before and after every array
-
-
-class Arrays:
-    """A plan's arrays on the GPU, NaN round each of them; workspace and result are NaN before a launch."""
-
-    def __init__(self, torch, plan: Plan, x, w, b=None, scale=None, residual=None):
-        self.torch, self.plan, self.dtype = torch, plan, x.dtype
-        if plan.problem.order:
-            x, residual = (None if a is None else a.transpose(plan.problem.order) for a in (x, residual))
-        given = [None if a is None else np.frombuffer(np.ascontiguousarray(a).tobytes(), np.uint8) for a in (x, w, b, scale, residual)]
-        self.given = [None if a is None else self._surrounded(a) for a in given]
-
-    def _surrounded(self, content):
-        """A whole array of bytes on the GPU: `content`, an array or a number of bytes, between margins."""
-        size = content if isinstance(content, int) else content.size
-        whole = self.torch.full((2 * MARGIN + size,), 0xFF, dtype=self.torch.uint8, device="cuda")
-        if not isinstance(content, int):
-            whole[MARGIN : MARGIN + size] = self.torch.from_numpy(content.copy()).cuda()
-        return whole
-
-    def launch(self, kept: bool = False, filter_last: bool = False) -> np.ndarray:
-        plan, torch = self.plan, self.torch
-        result = self._surrounded(math.prod(plan.result_shape) * self.dtype.itemsize)
-        workspace = self._surrounded(plan.schedule.workspace_bytes if kept else plan.workspace_bytes)
-        packed = self._surrounded(plan.filter_bytes)
-        wholes = [*self.given, result, workspace]
-        if filter_last:
-            w = np.frombuffer(wholes[1][MARGIN:-MARGIN].cpu().numpy().tobytes(), self.dtype).reshape(plan.problem.weight_shape)
-            wholes[1] = self._surrounded(np.frombuffer(np.moveaxis(w, 1, -1).tobytes(), np.uint8))
-        x, w, b, scale, residual, y, scratch = (0 if whole is None else whole.data_ptr() + MARGIN for whole in wholes)
-        with plan.device:
-            if kept:
-                plan.pack(w, packed.data_ptr() + MARGIN)
-            plan.launch((x, w, b, scale, residual, y, scratch), None, packed.data_ptr() + MARGIN if kept else 0, filter_last)
-        torch.cuda.synchronize()
-        for whole in filter(lambda whole: whole is not None, (*wholes, packed)):
-            assert (whole[:MARGIN] == 0xFF).all() and (whole[-MARGIN:] == 0xFF).all(), f"{plan} wrote outside its arrays"
-        order = plan.problem.order or range(len(plan.result_shape))
-        found = result[MARGIN:-MARGIN].cpu().numpy().view(self.dtype).reshape([plan.result_shape[i] for i in order])
-        return found.transpose(np.argsort(list(order)))
-
-
-def ids_of(runs) -> list[str]:
-    return [f"{mode}-{'_'.join(str(v) for v in vars(config).values())}-{case}" for case, mode, config in runs]
-
-
-def check_on_gpu(torch, plan: Plan, case: Case, mode: str) -> None:
-    """Integers exactly, numbers at random within the bound, the same bits every time and with a kept filter."""
-    arrays = case.integers("float32")
-    assert_exact(Arrays(torch, plan, *arrays).launch(), case.reference(*arrays), plan)
-    arrays = case.normals("float32")
-    ref, on_gpu = case.reference(*arrays), Arrays(torch, plan, *arrays)
-    got = on_gpu.launch()
-    assert_close(got, ref, bound(case, mode, *arrays, ref), plan)
-    assert got.tobytes() == on_gpu.launch().tobytes() == on_gpu.launch(kept=True).tobytes()
 
 
 @pytest.mark.gpu
@@ -1216,11 +870,11 @@ def test_an_image_that_takes_the_exact_path_leaves_the_others_their_bits(torch, 
     plan, (x, w, _) = plans("ranges")[str(run)], case.normals("float32", seed=6)
     clean = Arrays(torch, plan, x, w).launch()
     for value in (np.nan, np.inf, 1e30, 1e-30, 3e38, 2.0**-149):
-        got = Arrays(torch, plan, _with(x, (1, 0, 2, 3), np.float32(value)), w).launch()
+        got = Arrays(torch, plan, with_value(x, (1, 0, 2, 3), np.float32(value)), w).launch()
         others = [0, 2, 3]
         assert got[others].tobytes() == clean[others].tobytes(), f"{plan}: {value} in image 1 changed another"
     axis = int(case.transposed)
-    got = Arrays(torch, plan, x, _with(w, (slice(None), 5) if axis else 5, np.float32(1e25))).launch()
+    got = Arrays(torch, plan, x, with_value(w, (slice(None), 5) if axis else 5, np.float32(1e25))).launch()
     others = [k for k in range(plan.result_shape[1]) if k != 5]
     assert got[:, others].tobytes() == clean[:, others].tobytes(), f"{plan}: a filter that takes the exact path changed another"
 

@@ -5,6 +5,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import reference
+from alike import check_refused
+from awkward import FORWARD, MANY_PHASES, SINGLE_CHANNEL, TRANSPOSED_CASES
 from reference import DTYPES, assert_close, assert_exact, dgrad, fprop, run
 
 from pycuda_conv import ConvProblem, Plan, engines
@@ -61,57 +63,6 @@ TYPED = [
 assert {(type(config), dtype) for _, config, dtype in TYPED} == {(type(config), dtype) for _, config in MIXED for dtype in DTYPES}
 RUNS = list(dict.fromkeys(TYPED + ONCE))
 
-FORWARD = [
-    fprop((1, 1, 1, 1), (1, 1, 1, 1)),  # the smallest there is
-    fprop((1, 3, 5, 7), (2, 3, 5, 7)),  # one pixel of result
-    fprop((2, 5, 7, 11), (3, 5, 3, 2), stride=(2, 3), padding=(2, 1)),  # H != W, R != S, strides differ, primes
-    fprop((1, 2, 4, 3), (9, 2, 2, 3), padding=((5, 0), (0, 7))),  # pad > R: rows of the result that meet no input; uneven pairs
-    fprop((2, 3, 11, 17), (5, 3, 3, 3), dilation=(3, 2), padding=(3, 2)),
-    fprop((1, 2, 5, 6), (4, 2, 3, 3), dilation=4, padding=6),  # the filter is larger than the image
-    fprop((2, 6, 7, 6), (9, 2, 3, 1), groups=3, stride=2, padding=1),
-    fprop((3, 7, 5, 5), (7, 1, 2, 2), groups=7, bias=False),  # depthwise with an even filter
-    fprop((5, 13, 3, 3), (17, 13, 1, 1), stride=2),  # pointwise with a stride: no 16-byte loads
-    fprop((1, 67, 2, 2), (66, 67, 1, 1)),  # K and C just past a tile
-    fprop((1, 4, 4, 4), (4, 4, 4, 4), padding=1, stride=5),  # stride > filter
-    fprop((4, 3, 37), (5, 3, 4), padding=((0, 3),), stride=3),  # 1-d
-    fprop((1, 2, 129), (3, 2, 64), dilation=2, padding=5),
-    fprop((2, 3, 4, 5, 7), (5, 3, 2, 3, 2), stride=(1, 2, 3), padding=(1, 0, 2)),  # 3-d
-    fprop((1, 4, 5, 3, 4), (6, 2, 3, 1, 2), padding=((2, 1), (0, 1), (1, 0)), dilation=(2, 1, 3), groups=2, bias=False),
-    fprop((3, 6, 9), (4, 6, 3), padding=1),
-    fprop((6, 9, 8), (4, 6, 3, 3), padding=1),  # unbatched
-]
-
-TRANSPOSED_CASES = [
-    dgrad((1, 1, 1, 1), (1, 1, 1, 1)),
-    dgrad((2, 5, 4, 3), (5, 3, 3, 2), stride=(2, 3), padding=(1, 0)),
-    dgrad((1, 2, 3, 4), (2, 3, 2, 2), stride=3, output_padding=(1, 2)),  # stride > filter: phases without taps hold the bias alone
-    dgrad((1, 2, 3, 4), (2, 3, 2, 2), stride=(3, 1), bias=False),  # and zero without one
-    dgrad((1, 3, 4, 5), (3, 2, 3, 3), stride=2, dilation=2, padding=1),  # taps all fall on one phase
-    dgrad((1, 3, 4, 5), (3, 2, 3, 2), stride=(2, 3), dilation=(3, 2), output_padding=(2, 1)),
-    dgrad((2, 6, 3, 5), (6, 3, 3, 3), stride=2, padding=((0, 2), (1, 0)), groups=2, output_padding=1),  # uneven crop
-    dgrad((1, 4, 3, 3), (4, 5, 1, 1), stride=2, output_padding=1),  # most pixels receive nothing
-    dgrad((3, 5, 5, 5), (5, 1, 3, 3), groups=5, padding=2),  # depthwise; pad < R throughout
-    dgrad((1, 66, 2, 3), (66, 67, 1, 1)),
-    dgrad((2, 3, 11), (3, 4, 5), stride=3, padding=2, output_padding=1),  # 1-d
-    dgrad((1, 3, 2, 3, 2), (3, 4, 2, 3, 2), stride=(1, 2, 2), padding=(0, 1, 0), output_padding=(0, 1, 1)),  # 3-d
-    dgrad((4, 3, 3), (4, 2, 3, 3), stride=2),  # unbatched
-]
-MANY_PHASES = [  # more than a thousand, few of which have taps
-    dgrad((2, 3, 3, 2), (3, 4, 3, 2), stride=40, padding=(1, 0), output_padding=(39, 7)),
-    dgrad((1, 4, 2, 3), (4, 3, 3, 3), stride=(40, 41), dilation=(60, 3), groups=2, bias=False),
-    dgrad((1, 2, 2, 3, 2), (2, 3, 1, 2, 3), stride=(11, 12, 13)),
-    dgrad((2, 3, 2), (3, 2, 4), stride=1500, padding=2),
-    dgrad((1, 2, 2), (2, 2, 1), stride=3001, padding=((1, 1),)),  # no pixel of the result meets a tap
-]
-
-SINGLE_CHANNEL = [
-    fprop((1, 1, 1, 1), (1, 1, 1, 1)),
-    fprop((1, 1, 9, 40), (1, 1, 7, 2), padding=((9, 3), (0, 5)), bias=False),
-    fprop((2, 5, 9, 35), (10, 1, 3, 4), groups=5, stride=(3, 2), padding=2),  # two filters a channel
-    fprop((1, 2, 17, 13), (2, 1, 3, 2), groups=2, dilation=(2, 5), padding=(1, 4), stride=(1, 2)),
-    fprop((3, 2, 71), (6, 1, 5), groups=2, padding=((3, 0),)),
-    fprop((3, 12, 11), (3, 1, 11, 11), groups=3, padding=5),
-]
 
 ALONE = [  # transposed convolutions of a channel alone, with strides of powers of two
     dgrad((2, 3, 9, 21), (3, 1, 3, 5), groups=3, stride=2, padding=((1, 2), (2, 0)), output_padding=1, bias=False),
@@ -251,14 +202,6 @@ REFUSED = [
 @pytest.mark.parametrize(("case", "config", "reason"), REFUSED, ids=[f"{_short(c)}-{r[:24]}" for _, c, r in REFUSED])
 def test_a_configuration_says_why_it_cannot(case, config, reason):
     check_refused(lambda *asked: engines.refusal(*asked, CPU), lambda *asked: engines.schedule(*asked, CPU), case.problem(), config, reason)
-
-
-def check_refused(legal, build, problem, config, reason: str) -> None:
-    """`legal` gives the reason, and `build` raises with it."""
-    assert reason in legal(problem, config)
-    with pytest.raises(ValueError, match="can't run") as raised:
-        build(problem, config)
-    assert reason in str(raised.value) and str(problem) in str(raised.value)
 
 
 @pytest.mark.parametrize("case", [GENERAL, POINTWISE, DEPTHWISE, TRANSPOSED, *FORWARD, *TRANSPOSED_CASES, *MANY_PHASES, *SINGLE_CHANNEL], ids=str)

@@ -366,7 +366,7 @@ def test_lengths_have_small_factors_and_hold_the_filter():
 
 
 @on_the_host
-@pytest.mark.parametrize(("problem", "message"), [(ConvProblem.forward(2, (0, 1, 90, 90), (1, 1, 9, 9)), "nothing to transform"), (ConvProblem.forward(2, (1, 2048, 512, 512), (2048, 2048, 31, 31)), "at most")])
+@pytest.mark.parametrize(("problem", "message"), [(ConvProblem.forward(2, (0, 1, 90, 90), (1, 1, 9, 9)), "nothing to compute"), (ConvProblem.forward(2, (1, 2048, 512, 512), (2048, 2048, 31, 31)), "at most")])
 def test_refusals(problem, message):
     assert message in engines.refusal(problem, CONFIG, get_device("opencl"))
     assert "no library" in engines.refusal(problem, CONFIG, Target("sm_90a"))

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import simt
 from emulator import RESULT, Memory, gpu, launch
+from modes import asked
 from reference import activated, dgrad, fprop
-from test_implicit_gemm import WHOLE, asked
+from test_implicit_gemm import WHOLE
 
 from pycuda_conv.engines.hopper import gemm as ig
 from pycuda_conv.engines.hopper import gemm_tiles

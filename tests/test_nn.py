@@ -787,3 +787,22 @@ def test_the_digits_are_learned(optimised, monkeypatch, capsys, tmp_path):
     runpy.run_path(str(EXAMPLES / "digits.py"), run_name="__main__")
     accuracy = float(re.findall(r"test accuracy ([\d.]+) %", capsys.readouterr().out)[-1])
     assert accuracy > 90 and (tmp_path / "digits.png").stat().st_size > 10_000
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gradients_of_biases_on_a_gpu(dtype, last, transposed):
+    """They are this package's sums, at first and when they are repeated, and torch's where they are differentiated in their turn."""
+    torch.manual_seed(0)
+    own = getattr(torch, dtype)
+    layer = (pn.ConvTranspose2d if transposed else pn.Conv2d)(24, 40, 3, padding=1, device="cuda", dtype=own)
+    x = torch.randn(3, 24, 17, 12, device="cuda", dtype=own)
+    x = x.contiguous(memory_format=torch.channels_last) if last else x
+    for again in range(4):
+        y = layer(x)
+        dy = torch.randn_like(y)
+        (found,) = torch.autograd.grad(y, layer.bias, dy, create_graph=again == 3)
+        right = dy.double().sum((0, 2, 3))
+        assert float((found.double() - right).abs().max() / right.abs().max()) < {"float16": 1e-3, "bfloat16": 8e-3, "float32": 1e-6}[dtype]

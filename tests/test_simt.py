@@ -12,12 +12,11 @@ import pytest
 import simt
 import test_dmma as dmma
 import test_implicit_gemm as implicit
-import test_pointwise as pointwise
-from alike import sharing
+from alike import check_moments, sharing
+from awkward import BASE, SHAPES
+from modes import asked, dtype_of
 from reference import ACTIVATIONS, DTYPES, EPS, Case, activated, assert_close, assert_exact, dgrad, fprop
-from test_dense_nhwc import CASES as DENSE
-from test_dense_nhwc import MODES, PAIRS, tiles
-from test_implicit_gemm import TILES, asked, check_moments, dtype_of
+from test_implicit_gemm import TILES
 
 from pycuda_conv.engines import packing, split_sum
 from pycuda_conv.engines.direct import direct
@@ -51,20 +50,6 @@ def check(case: Case, mode: str, config, seeds=(1, 2, 3), **options) -> None:
 
 # ---- hopper/dense.cu, transpose_filter.cu
 
-DENSES = [*sample(DENSE, MODES, tiles), *PAIRS[::2]]
-
-
-@pytest.mark.parametrize(("case", "mode", "config"), DENSES, ids=ids(DENSES))
-def test_channels_last_as_they_lie(case, mode, config):
-    check(case, mode, config, (1, 2))
-    check(case, mode, config, (3,), **({"kept": True} if config.BLOCK_M == 64 else {"filter_last": True}))
-
-
-@pytest.mark.parametrize("multiprocessors", [1, 1000])
-def test_blocks_of_many_tiles_and_of_one(multiprocessors):
-    check(DENSE[2], MODES[-1], DenseNhwc(64, 32, 2), multiprocessors=multiprocessors)
-
-
 @pytest.mark.parametrize(
     ("case", "mode", "config"),
     [
@@ -75,30 +60,7 @@ def test_blocks_of_many_tiles_and_of_one(multiprocessors):
 )  # fmt: skip
 def test_rows_are_as_narrow_as_a_tap_s_last_channels(case, mode, config):
     """Of a filter that lies K-major or MN-major, or is turned, whole sums and parts of them."""
-    if mode in MODES:
-        check(case, mode, config, (1, 2), constants=True, filter_last=True)
-
-
-#: Tiles whose pixels are multiples of 16 bytes, which are stored from registers, and of which they are not; the widest, which finishes two sums at a time. They take turns.
-FINISHING = (DenseNhwc(64, 64, 2), DenseNhwc(64, 32, 4, 8), DenseNhwc(128, 256, 2))
-FINISHED = [(case, mode, FINISHING[(i // 2 + j) % 3]) for i, case in enumerate((DENSE[0], DENSE[2], DENSE[10], DENSE[11])) for j, mode in enumerate(MODES)]
-
-
-@pytest.mark.parametrize(("case", "mode", "config"), FINISHED, ids=ids(FINISHED))
-def test_channels_last_tiles_finish_their_sums(case, mode, config):
-    """Bias, scale and residual, with ReLU and with GELU."""
-    rng, dtype, k = np.random.default_rng(1), dtype_of(mode), (case.channels,)
-    residual = config.BLOCK_N < 256
-    problem = replace(asked(case, mode), has_scale=True, has_residual=residual, activation="relu")
-    x, w, b, s, r = (rng.integers(-3, 4, shape).astype(dtype) for shape in (case.input_shape, case.weight_shape, k, k, problem.result_shape))
-    ref = case.reference(x, w) * s.astype(float)[:, None, None] + b.astype(float)[:, None, None] + r.astype(float) * residual
-    also = r if residual else None
-    assert_exact(simt.computed(problem, config, x, w, b, s, also, seeds=(1,)), np.maximum(ref, 0), config)
-    w = w / w.dtype.type(32)
-    before = case.reference(x, w, b) + r.astype(float) * residual
-    got = simt.computed(replace(asked(case, mode), has_residual=residual, activation="gelu"), config, x, w, b, None, also, seeds=(1,))
-    ref = activated(before, "gelu")
-    assert_close(got, ref, 2.0**-20 * np.abs(before) + EPS[dtype] * np.abs(ref) + 2.0**-22, config)
+    check(case, mode, config, (1, 2), constants=True, filter_last=True)
 
 
 # ---- hopper/gemm.cu, pack.cu, direct/gemm.cu, direct/reduce.cu
@@ -110,7 +72,7 @@ def planned(case: Case, mode: str) -> list[ImplicitGemm]:
 
 #: Forms of the loads, with windows, folded taps, groups, phases, phases in pairs; consumers by turns.
 IMPLICITS = [
-    *sample(implicit.SHAPES[2::12], list(TILES), planned),
+    *sample(SHAPES[2::12], list(TILES), planned),
     *implicit.PINGPONG[1 :: max(len(implicit.PINGPONG) // 2, 1)],
     *implicit.TWINS[:: max(len(implicit.TWINS) // 3, 1)],
 ]  # fmt: skip
@@ -301,7 +263,7 @@ def test_flagged_results_need_to_be_computed_once_more():
 
 # ---- mma/gemm.cu, for Ampere
 
-AMPERE = sample(implicit.SHAPES[2::24], ("fp32", "fp16 last", "bf16"), lambda case, mode: [ImplicitGemm80(64, 128, 4, 1), ImplicitGemm80(128, 64, 3, 3)])
+AMPERE = sample(SHAPES[2::24], ("fp32", "fp16 last", "bf16"), lambda case, mode: [ImplicitGemm80(64, 128, 4, 1), ImplicitGemm80(128, 64, 3, 3)])
 
 
 @pytest.mark.parametrize(("case", "mode", "config"), AMPERE, ids=ids(AMPERE))
@@ -309,29 +271,10 @@ def test_implicit_gemm_of_ampere(case, mode, config):
     check(case, mode, config, (1, 2))
 
 
-# ---- hopper/pointwise.cu
-
-POINTS = sample(pointwise.CASES, pointwise.MODES, pointwise.tiles)[:6]
-
-
-@pytest.mark.parametrize(("case", "mode", "config"), POINTS, ids=ids(POINTS))
-def test_tf32_of_arrays_as_they_lie(case, mode, config):
-    check(case, mode, config)
-
-
-@pytest.mark.parametrize(("number", "config"), list(zip((0, 1, 2, 3, 0, 5), pointwise.FILTER_TILES, strict=True)), ids=str)
-def test_gradients_of_1x1_filters(number, config):
-    (x_shape, k), precision, rng = pointwise.FILTERS[number], ("fp32", "tf32")[config.BLOCKS - 1], np.random.default_rng(0)
-    x, dy = pointwise.filters_arrays(x_shape, k, lambda shape: rng.integers(-8, 9, shape))
-    got = simt.computed(pointwise.filters_problem(x_shape, k, precision).launched, config, x, dy, seeds=(1, 2))
-    assert_exact(got, pointwise.filters_gradient(x, dy), config)
-
-
 # ---- what finishes a sum, and what is noted of it
 
-CHANNELS = [fprop((3, 32, 9, 11), (channels, 32, 3, 3), padding=1) for channels in (72, 21, 20)]  # written four at once, and one at a time
-FINISHED = [(*run, DenseNhwc(64, 64, 4, cluster)) for *run, cluster in zip(CHANNELS, MODES, (1, 1, 4), strict=False)]
-FINISHED += [run for runs in (IMPLICITS[::4], POINTS[:2]) for run in runs if not run[0].transposed]
+FINISHED = [(fprop((3, 32, 9, 11), (72, 32, 3, 3), padding=1), "tf32 last", DenseNhwc(64, 64, 4)), (fprop((3, 100, 5, 16), (70, 100, 1, 1)), "fp32", Pointwise(32, 2, 3))]
+FINISHED += [run for run in IMPLICITS[::4] if not run[0].transposed]
 
 
 @pytest.mark.parametrize(("case", "mode", "config"), FINISHED, ids=ids(FINISHED))
@@ -362,8 +305,7 @@ def test_activations(case, mode, config):
         assert_close(got, ref, 2.0**-20 * np.abs(before) + EPS[dtype] * np.abs(ref) + 2.0**-22, f"{config} {activation}")
 
 
-NOTED = [(DENSE[0], mode, DenseNhwc(128, 96, 3)) for mode in MODES]
-NOTED += [*implicit.NOTED[::29], (pointwise.CASES[0], "fp32", Pointwise(32, 2, 3))]
+NOTED = implicit.NOTED[::29]
 
 
 @pytest.mark.parametrize(("case", "mode", "config"), NOTED, ids=ids(NOTED))
@@ -653,22 +595,17 @@ def test_reads_beside_an_array_and_askew_are_found(read, said):
         simt.run([[step]], SimpleNamespace(buffers=[np.zeros(36, np.uint8), np.zeros(4, np.uint8)]))
 
 
-DENSE_RUN = (DENSE[2], "fp16 last", DenseNhwc(64, 32, 3))  # it writes runs of pixels
-WIDE_RUN = (DENSE[0], "fp16 last", DenseNhwc(64, 32, 3))  # it writes four channels at once
-STORE_RUN = (implicit.BASE, "fp16 last", ImplicitGemm(64, 64, 4))  # it writes boxes
+DENSE_RUN = (fprop((2, 136, 7, 5), (9, 136, 3, 2), padding=(1, 0)), "fp16 last", DenseNhwc(64, 32, 3))
+STORE_RUN = (BASE, "fp16 last", ImplicitGemm(64, 64, 4))  # it writes boxes
 JOIN_RUN = (JOINED[0][0], "fp32", JOINED[0][2])  # its blocks add the parts of sums
 READS, WRITES = "which a pending product or store still reads", "which a thread wrote without a fence"
 BROKEN = [  # (what is run, what the kernel's text has, what stands there instead, what is said of it)
     (DENSE_RUN, "ring.wait_empty(at);", "", "more than its 1 arrivals"),
     (DENSE_RUN, "ring.wait_full(at);", "", f"a load has not brought yet|{READS}"),
-    (DENSE_RUN, "ring.init(producers, 4 * consumers);", "ring.init(1, 1);", f"{READS}|more than its 1 arrivals"),
     (DENSE_RUN, "if (behind == 0 || follows) give_back(at, behind);", "", "deadlock:\n  block 0, threads 0 to 127: wait for mbarrier 0 at 1024, parity 1; it has had 1 phases, and lacks 1 arrivals"),
     (DENSE_RUN, "wgmma_wait<behind>();", "wgmma_wait<behind + 1>();", READS),
     (DENSE_RUN, "  wgmma_wait<0>();\n", "\n", "ends with products that it did not wait for|elements differ"),
-    (DENSE_RUN, "apart / 16 + A::STEP * k,", "apart / 16 + A::STEP * (k ^ 1),", "elements differ"),
-    (DENSE_RUN, "x_s = TAP_OFFSET(s, w);", "x_s = TAP_OFFSET(r, w);", "elements differ"),
     (DENSE_RUN, "min(16, (int)shape.pixels - pixel)", "16", "writes .* bytes at .* of buffer 3, which has"),
-    (WIDE_RUN, "if (places.there[half] && places.real(shape, base)) store_word", "if (places.real(shape, base)) store_word", "writes 4 bytes at -.* of buffer 3, which has"),
     (STORE_RUN, "  fence_for_bulk();\n  named_barrier", "  named_barrier", WRITES),
     (STORE_RUN, "  if (TENSOR_STORE && threadIdx.x % 128 == 0) bulk_wait_read<0>();", "", "ends with bulk stores that it did not wait for"),
     (JOIN_RUN, "== (unsigned)shape.splits - 1;", "== 0;", "elements differ"),

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import pycuda_conv as pc
-from pycuda_conv import ConvArgumentError
+from pycuda_conv import ConvArgumentError, streaming
 
 try:
     import torch
@@ -93,6 +93,30 @@ def test_tensors_and_their_gradients(transposed):
         found.append(torch.autograd.grad(y.square().sum(), leaves))
     for one, other in zip(*found, strict=True):
         assert torch.allclose(one, other, rtol=1e-10, atol=1e-10)
+
+
+@needs_torch
+@pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("transposed, depthwise, ndim, stride", [(False, False, 1, 1), (False, False, 1, 3), (True, False, 1, 2), (False, True, 3, 1)])
+def test_pieces_alike_are_found_again(place, transposed, depthwise, ndim, stride, monkeypatch):
+    """After the first two, what decides about a piece is known; the bits are those of the whole signal."""
+    if place == "cpu":  # where every piece is decided anew
+        monkeypatch.setattr(streaming, "_name", lambda kind, call, operands, state: None if isinstance(state, str) else (
+            call, tuple(operands.input.shape), operands.input.stride(), tuple(operands.weight.shape), tuple(state.shape), operands.bias is None))
+    streaming._made.clear()
+    torch.manual_seed(0)
+    function, options = getattr(pc, f"conv{'_transpose' * transposed}{ndim}d"), {"groups": 4 if depthwise else 1, "stride": (stride,) + (1,) * (ndim - 1)}
+    x = torch.randn(1, 4, 24, *(6, 5)[: ndim - 1], device=place)
+    w, b = torch.randn(4, 1 if depthwise else 4, *(4,) * ndim, device=place), torch.randn(4, device=place)
+    with torch.no_grad():
+        whole, _ = function(x, w, b, state="zeros", **options)
+        state, parts, decided = "zeros", [], []
+        layer_of = streaming.layer_of
+        monkeypatch.setattr(streaming, "layer_of", lambda *given: decided.append(len(parts)) or layer_of(*given))
+        for first in range(0, 24, 6):
+            y, state = function(x[:, :, first : first + 6], w, b, state=state, **options)
+            parts.append(y)
+    assert torch.equal(torch.cat(parts, 2), whole) and decided[:2] == [0, 1] and len(decided) < 4
 
 
 @needs_torch

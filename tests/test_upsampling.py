@@ -338,3 +338,54 @@ def test_on_a_gpu(dtype, last):
             plan = Plan(ConvProblem.forward(ndim, x.shape, w.shape, b.shape, padding=1, upsample=times, upsample_filter=word, dtype=dtype), 0)
             y = plan.bind(w, b)(x.contiguous())
             assert float((y.double() - right).norm() / right.norm()) < limits[dtype], (ndim, word, "bound")
+
+
+@needs_torch
+@pytest.mark.parametrize("seed", range(12))
+def test_a_filters_gradient_from_the_folded_ones(seed):
+    """The same launch sums it, by the adjoint of what folds: any factors, taps, borders, groups and orders in memory."""
+    from dataclasses import replace
+
+    from pycuda_conv import execute
+    from pycuda_conv.arrays import same_kind
+    from pycuda_conv.call import Call, Operands
+    from pycuda_conv.engines.layout import enlarge
+    from pycuda_conv.nn import upsampling
+
+    drawn = Drawn(seed, "folded")
+    call = Call("conv", drawn.ndim, 1, drawn.pads, drawn.dilation, drawn.groups, "fp32", 0, upsample=(drawn.times, "folded"))
+    how = upsampling.folding_of(call.hashable(), drawn.w_shape, "float32")
+    w = torch.zeros(drawn.w_shape, dtype=torch.float64, requires_grad=True)
+    v = upsampling.folded(w, how)
+    dv = np.random.default_rng(seed).standard_normal(v.shape).astype(np.float32)
+    (right,) = torch.autograd.grad(v, w, torch.from_numpy(dv).double())
+    order, device = (0, *range(2, drawn.ndim + 2), 1), get_device("opencl")
+    for given_last, last in ((False, False), (True, False), (False, True), (True, True)):
+        launch = enlarge.sum_taps(replace(how.problem, dtype="float32"), given_last, last, 1, True)
+        given = np.ascontiguousarray(dv.transpose(order) if given_last else dv)
+        made = np.full([drawn.w_shape[axis] for axis in order] if last else drawn.w_shape, np.nan, np.float32)
+        kind = same_kind(Operands(given, given, None, None, None))
+        execute.launch(kind, device, device.schedule_launcher([[replace(launch, buffers=(0, 1))]]), (given,), (made,), 0)
+        found = made.transpose([order.index(axis) for axis in range(len(order))]) if last else made
+        np.testing.assert_allclose(found, right.numpy(), rtol=1e-5, atol=1e-5)
+
+
+@needs_torch
+@pytest.mark.gpu
+@pytest.mark.parametrize("last", [False, True])
+def test_gradients_of_a_folded_filter_on_a_gpu(last):
+    """By one launch, and in operations of torch where the gradient is differentiated in its turn."""
+    from pycuda_conv.call import Call
+    from pycuda_conv.nn import upsampling
+
+    torch.manual_seed(0)
+    form = torch.channels_last if last else torch.contiguous_format
+    w = torch.randn(24, 40, 3, 3, device="cuda").contiguous(memory_format=form).requires_grad_()
+    how = upsampling.folding_of(Call("conv", 2, 1, 1, 1, 1, "fp32", 0, upsample=((2, 3), "folded")).hashable(), tuple(w.shape), "float32")
+    v, right = upsampling.folded_recorded(w, how, last), upsampling.folded(w, how)
+    assert torch.allclose(v, right, atol=1e-5)
+    dv = torch.randn_like(v)
+    for twice in (False, True):
+        (found,) = torch.autograd.grad(v, w, dv, create_graph=twice, retain_graph=True)
+        (wanted,) = torch.autograd.grad(right, w, dv, retain_graph=True)
+        assert torch.allclose(found, wanted, atol=1e-5)

@@ -11,10 +11,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import simt
-from alike import check_epilogue, check_numbers_on_gpu, check_refused_on, like_h200
-from reference import DTYPES, assert_close, assert_exact, dgrad, fprop
-from test_implicit_gemm import H200, NVCC, Arrays, asked, check_compiled, check_steps, dtype_of, ids_of, side_by_side, torch  # noqa: F401 -- torch: a fixture
-from test_wgrad_nhwc import Filter, launched
+from alike import check_compiled, check_epilogue, check_refused_on, check_steps, like_h200
+from filters import Filter
+from modes import H200, asked, dtype_of, ids_of
+from on_gpu import Arrays, check_on_gpu, side_by_side
+from reference import DTYPES, NVCC, assert_close, assert_exact, dgrad, fprop
 
 from pycuda_conv import Plan, engines
 from pycuda_conv.engines.compose import via_nhwc as vn
@@ -220,14 +221,14 @@ RUNS = [(case, mode, planned(case, mode)) for case in [*CASES, *FILTERS] for mod
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("case", "config"), [(case, config) for case in FILTERS for config in (None, *PACKED)], ids=str)
-def test_gradients_of_filters_of_float32_on_the_gpu(torch, case, config):  # noqa: F811
+def test_gradients_of_filters_of_float32_on_the_gpu(torch, case, config):
     problem, found = of_float32(case)
     plan = Plan(problem, "cuda", config=config or found)
     arrays = case.integers("float32")
-    assert_exact(launched(torch, plan, *arrays), case.reference(*arrays), plan)
+    assert_exact(Arrays(torch, plan, *arrays).launch(), case.reference(*arrays), plan)
     arrays = case.normals("float32")
     ref = case.reference(*arrays)
-    assert_close(launched(torch, plan, *arrays), ref, case.bound(*arrays, ref), plan)
+    assert_close(Arrays(torch, plan, *arrays).launch(), ref, case.bound(*arrays, ref), plan)
 
 
 @cache
@@ -237,14 +238,5 @@ def plans() -> dict:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("run", RUNS, ids=ids_of(RUNS))
-def test_on_the_gpu(torch, run):  # noqa: F811
-    case, mode, _ = run
-    plan = plans()[str(run)]
-    if not isinstance(case, Filter):
-        check_numbers_on_gpu(torch, plan, case, mode)
-        return
-    arrays = case.integers(dtype_of(mode))
-    assert_exact(Arrays(torch, plan, *arrays).launch(), case.reference(*arrays), plan)
-    arrays = case.normals(dtype_of(mode))
-    ref = case.reference(*arrays)
-    assert_close(Arrays(torch, plan, *arrays).launch(), ref, case.bound(*arrays, ref), plan)
+def test_on_the_gpu(torch, run):
+    check_on_gpu(torch, plans()[str(run)], *run[:2])

@@ -69,6 +69,18 @@ DEVICE void store_word(void* to, uint4 v) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
+// Numbers that lie side by side, and are read at once.
+template <class T, int count> struct alignas((count * sizeof(T) < 16 ? count * sizeof(T) : 16)) Vec {
+  T v[count];
+};
+// Rounds and stores some at once.
+template <class T, int count> DEVICE void store_rounded(T* to, const float (&v)[count]) {
+  Vec<T, count> out;
+#pragma unroll
+  for (int i = 0; i < count; ++i) out.v[i] = from_float<T>(v[i]);
+  store_word(to, *(const word<Vec<T, count>>*)&out);
+}
+
 // ---- f(Constant<0>), ... f(Constant<count - 1>): calls with compile-time numbers, so that they can index arrays in registers
 
 template <int n> struct Constant {
@@ -79,6 +91,28 @@ template <int count, int i = 0, class F> DEVICE void for_all(const F& f) {
     f(Constant<i>());
     for_all<count, i + 1>(f);
   }
+}
+
+// ---- f of each element of an array in registers, or of two such arrays, of any rank
+
+template <class T, int count, class F> DEVICE void each(T (&v)[count], const F& f) {
+#pragma unroll
+  for (int i = 0; i < count; ++i) f(v[i]);
+}
+template <class T, int count, int length, class F> DEVICE void each(T (&v)[count][length], const F& f) {
+#pragma unroll
+  for (int i = 0; i < count; ++i) each(v[i], f);
+}
+template <class T, class U, int count, class F> DEVICE void each(T (&v)[count], U (&w)[count], const F& f) {
+#pragma unroll
+  for (int i = 0; i < count; ++i) f(v[i], w[i]);
+}
+template <class T, class U, int count, int length, class F> DEVICE void each(T (&v)[count][length], U (&w)[count][length], const F& f) {
+#pragma unroll
+  for (int i = 0; i < count; ++i) each(v[i], w[i], f);
+}
+template <class Numbers> DEVICE void clear(Numbers& v) {
+  each(v, [](auto& one) { one = 0; });
 }
 
 // ---- moments of y

@@ -182,7 +182,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCK_M == 64
   });
   pair_sync_at_begin();
   if (threadIdx.x < CONSUMER_THREADS) {
-    consume([](int) {}, shapes, ring, sums, staging, scale, bias, residual, y, wanted_moments);
+    consume([](int) {}, shapes, ring, sums, staging, {scale, bias, residual, y, wanted_moments});
   } else {
     if (threadIdx.x == CONSUMER_THREADS) produce(sources, shapes, ring, raw);
     if constexpr (TURNED) {

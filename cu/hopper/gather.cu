@@ -176,7 +176,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCK_M == 64
   float* const staging = sums + STAGES * STAGE_BYTES / 4;
   begin_block(ring, 1 + COPYING / 32, CONSUMERS, [&] { prefetch_map(&map_w); });
   if (threadIdx.x < CONSUMER_THREADS) {
-    consume([&](int at) { take_over((uint8_t*)sums + at); }, shapes, ring, sums, staging, scale, bias, residual, y, nullptr);
+    consume([&](int at) { take_over((uint8_t*)sums + at); }, shapes, ring, sums, staging, {scale, bias, residual, y, nullptr});
   } else {
     produce(x, &map_w, shapes, ring);
     await_cluster_sums();

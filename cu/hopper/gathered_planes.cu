@@ -29,10 +29,9 @@
 #endif
 #define WGMMA_N BLOCK_N
 #define GATHERS_W (W_TRANSPOSED && TYPE == 32)
-#include "hopper/cluster.cuh"
+#include "core/cluster.cuh"
 #include "core/finish.cuh"
 #include "hopper/skeleton.cuh"
-#include "core/truncation.cuh"
 
 typedef element<TYPE> data_t;
 
@@ -59,29 +58,26 @@ typedef StageRing<STAGES, W_BYTES + X_BYTES> Ring;
 
 // ---- the producers
 
-// Elements of one pixel, or of two neighbouring ones, as they lie. `packed`: 16 bytes of gemm k of pixel `which`, as wgmma takes them.
+// 16 bytes of gemm k of one pixel, or of pixel `which` of two neighbours, as wgmma takes them.
 #if TYPE == 32
 typedef float number_t;
-template <int wide> struct Loaded { typedef float type; };
-template <> struct Loaded<2> { typedef float2 type; };
-DEVICE uint4 packed(const float (&v)[EACH], int) { return make_uint4(to_tf32(v[0]), to_tf32(v[1]), to_tf32(v[2]), to_tf32(v[3])); }
-DEVICE uint4 packed(const float2 (&v)[EACH], int which) {
-  const float own[EACH] = {which ? v[0].y : v[0].x, which ? v[1].y : v[1].x, which ? v[2].y : v[2].x, which ? v[3].y : v[3].x};
-  return packed(own, 0);
+DEVICE float number_of(uint32_t v, int) { return __uint_as_float(v); }
+DEVICE float number_of(uint2 v, int which) { return __uint_as_float(which ? v.y : v.x); }
+template <class T> DEVICE uint4 packed(const T (&v)[EACH], int which) {
+  auto own = [&](int e) { return to_tf32(number_of(v[e], which)); };
+  return make_uint4(own(0), own(1), own(2), own(3));
 }
 #else
 typedef uint16_t number_t;
-template <int wide> struct Loaded { typedef uint16_t type; };
-template <> struct Loaded<2> { typedef uint32_t type; };
 template <class T> DEVICE uint4 packed(const T (&v)[EACH], int which) {
-  const uint32_t halves = which ? 0x7632 : 0x5410;
-  return make_uint4(__byte_perm(v[0], v[1], halves), __byte_perm(v[2], v[3], halves), __byte_perm(v[4], v[5], halves), __byte_perm(v[6], v[7], halves));
+  auto two = [&](int e) { return __byte_perm(v[e], v[e + 1], which ? 0x7632 : 0x5410); };
+  return make_uint4(two(0), two(2), two(4), two(6));
 }
 #endif
 
 // What a thread has loaded of a stage and not stored yet: some 16-byte pieces of gemm k of one row, or of `wide` neighbouring rows, of `lines` rows.
 template <int lines, int wide> struct Gather {
-  typedef typename Loaded<wide>::type loaded_t;
+  typedef word<Vec<number_t, wide>> loaded_t;
   static constexpr int ACROSS = lines / wide, APART = 128 / ACROSS, TASKS = 8 / APART;
   loaded_t v[TASKS][EACH];
   static DEVICE int row() { return threadIdx.x % ACROSS * wide; }     // the first row
@@ -192,17 +188,12 @@ DEVICE void produce([[maybe_unused]] const CUtensorMap* map_w, [[maybe_unused]] 
 DEVICE void consume(const Ring& ring, float* sums, int steps) {
   const int consumer = threadIdx.x / 128;
   float sums_of[1][BLOCK_N / 2], (&sum)[BLOCK_N / 2] = sums_of[0];
-#pragma unroll
-  for (int i = 0; i < BLOCK_N / 2; ++i) sum[i] = 0;
+  clear(sum);
   Ring::Position at;
   multiply_stages<1>(ring, at, 0, steps, sums_of, [&](uint32_t stage, bool) {
     multiply_stage<TYPE, StageOperand<W_TRANSPOSED && !GATHERS_W>, StageOperand<false>>(sums_of, stage + consumer * 64 * 128, 0, stage + W_BYTES, false);
   });
-#if TYPE == 32  // the rounding to 16 bits hides it
-  const float part = lost_in(STEPS * steps);
-#pragma unroll
-  for (int i = 0; i < BLOCK_N / 2; ++i) sum[i] = with_lost(sum[i], part);
-#endif
+  end_sums<TYPE == 32>(sum, true, lost_in(STEPS * steps));
   named_barrier(1, CONSUMER_THREADS);  // all stages have been read
   stage_accumulators<PITCH>(sum, sums);
 }
@@ -225,13 +216,7 @@ template <int wide> DEVICE void store(const GatheredPlanesProduct& arg, const fl
     for (int e = 0; e < wide; ++e)
       v[e] = finish.whole(arg, sums[row * PITCH + column + e], 1, has_residual(arg) ? to_float(residual[at + e]) : -0.f);
     activate(arg, v);
-    if constexpr (wide == 2 && sizeof(data_t) == 2) {
-      *(uint32_t*)(y + at) = word_of<data_t>(v[0], v[1]);
-    } else if constexpr (wide == 2) {
-      *(float2*)(y + at) = make_float2(v[0], v[1]);
-    } else {
-      y[at] = from_float<data_t>(v[0]);
-    }
+    store_rounded(y + at, v);
   }
 }
 

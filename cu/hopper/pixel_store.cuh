@@ -1,6 +1,14 @@
 // pixel_store.cuh: from the sums of a tile of pixels x channels to channels-last y, for hopper/pixel_tiles.cuh, and the moments of what is stored.
 #pragma once
 
+// Where sums go, and what finishes them; `moments` is null if they are not asked for.
+struct Result {
+  const data_t *scale, *bias, *residual;
+  data_t* y;
+  float* moments;
+  DEVICE Result further(long long apart) const { return {scale, bias, residual + apart, y + apart, moments}; }
+};
+
 // The pixel of y that pixel `pixel` of the phase is; -1 past the end.
 DEVICE int place_of(const Phase& shape, int pixel) {
   if (pixel >= (int)shape.pixels) return -1;
@@ -15,72 +23,62 @@ enum StoreMode { SINGLE, VEC_4, RUN, BYTES_16 };
 struct Vec4 {
   int first, count;  // channels that exist
   Finish<false> finish[4];
-  DEVICE Vec4(const Phase& shape, int channel, const data_t* scales, const data_t* biases)
-      : first(channel), count(min((int)shape.rows - channel, 4)) {
+  DEVICE Vec4(const Phase& shape, int channel, const Result& to) : first(channel), count(min((int)shape.rows - channel, 4)) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) finish[e].of = ScaleAndBias(shape, scales, biases, min(first + e, (int)shape.rows - 1));
+    for (int e = 0; e < 4; ++e) finish[e].of = ScaleAndBias(shape, to.scale, to.bias, min(first + e, (int)shape.rows - 1));
   }
-  DEVICE void store(const Phase& shape, int place, const float (&sum)[4], const data_t* residual, data_t* y) const {
-    struct alignas(4 * sizeof(data_t)) Vector {
-      data_t v[4];
-    };
+  DEVICE void store(const Phase& shape, int place, const float (&sum)[4], const Result& to) const {
+    typedef Vec<data_t, 4> Vector;
     const bool there = place >= 0 && count > 0, wide = (int)shape.store_mode % 2 == 1;  // VEC_4 or BYTES_16; no branch, so that several stores are issued at once
     const long long at = place * shape.rows + first;
     const bool added_to = MAY_ADD && has_residual(shape);
     Vector added = {}, out;
     float v[4];
-    if (added_to && wide && there) added = *(const Vector*)(residual + at);
+    if (added_to && wide && there) added = *(const Vector*)(to.residual + at);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      if (added_to && !wide && there && e < count) added.v[e] = residual[at + e];
+      if (added_to && !wide && there && e < count) added.v[e] = to.residual[at + e];
       v[e] = finish[e].whole(shape, sum[e], 1, added_to ? to_float(added.v[e]) : -0.f);
     }
     activate(shape, v);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       out.v[e] = from_float<data_t>(v[e]);
-      if (!wide && there && e < count) y[at + e] = out.v[e];
+      if (!wide && there && e < count) to.y[at + e] = out.v[e];
     }
-    if (wide && there) store_word(y + at, *(const word<Vector>*)&out);
+    if (wide && there) store_word(to.y + at, *(const word<Vector>*)&out);
   }
 };
 
 // Stores a warp's staging tile to a run of y, from pixel `pixel` on: a lane takes two neighbours at a time, whichever pixels they belong to.
-DEVICE void store_run(const float* staging, const Phase& shape, int pixel, const data_t* scales, const data_t* biases, const data_t* residual, data_t* y) {
-  struct alignas(2 * sizeof(data_t)) Pair {
-    data_t v[2];
-  };
+DEVICE void store_run(const float* staging, const Phase& shape, int pixel, const Result& to) {
   const int count = min(16, (int)shape.pixels - pixel) * (int)shape.rows;
   const long long first = (long long)pixel * shape.rows;  // 16 pixels begin at a multiple of 32 bytes
   const bool added_to = MAY_ADD && has_residual(shape);
   for (int i = threadIdx.x % 32 * 2; i < count; i += 64) {
     float v[2];
-    Pair out;
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const Divided of_pixel(min(i + e, count - 1), shape.rows, shape.by_rows);
       Finish<false> finish;
-      finish.of = ScaleAndBias(shape, scales, biases, of_pixel.rest);
-      const float added = added_to && i + e < count ? to_float(residual[first + i + e]) : -0.f;
+      finish.of = ScaleAndBias(shape, to.scale, to.bias, of_pixel.rest);
+      const float added = added_to && i + e < count ? to_float(to.residual[first + i + e]) : -0.f;
       v[e] = finish.whole(shape, staging[of_pixel.quotient * PITCH + of_pixel.rest], 1, added);
     }
     activate(shape, v);
-#pragma unroll
-    for (int e = 0; e < 2; ++e) out.v[e] = from_float<data_t>(v[e]);
-    if (i + 1 < count) store_word(y + first + i, *(const word<Pair>*)&out);
-    else y[first + i] = out.v[0];
+    if (i + 1 < count) store_rounded(to.y + first + i, v);
+    else to.y[first + i] = from_float<data_t>(v[0]);
   }
 }
 
 #if EMIT_MOMENTS
 // Notes the moments of a chunk: a lane has channel `channel` of its warp's 16 pixels, and one of the consumer's warps combines those of all four.
 // `staged_moments` is [warp][mean, squares][channel], and another one for each second chunk, so that one barrier a chunk is enough.
-DEVICE void emit_moments(const float* staging, const Phase& shape, const Tile& of, int chunk, int channel, float* staged_moments, const data_t* scale,
-                         const data_t* bias, float* moments) {
+DEVICE void emit_moments(const float* staging, const Phase& shape, const Tile& of, int chunk, int channel, float* staged_moments, const Result& result) {
   const int consumer = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, pixel = of.pixel + 64 * consumer;
   const bool real = channel < (int)shape.rows;
   Finish<false> finish;
-  finish.of = ScaleAndBias(shape, scale, bias, real ? channel : 0);
+  finish.of = ScaleAndBias(shape, result.scale, result.bias, real ? channel : 0);
   auto count_of = [&](int number) { return max(min((int)shape.pixels - pixel - 16 * number, 16), 0); };
   auto value = [&](int row) { return to_float(from_float<data_t>(finish.shifted(shape, staging[row * PITCH + lane], 1))); };  // as it is stored
   const float first = value(0);
@@ -101,7 +99,7 @@ DEVICE void emit_moments(const float* staging, const Phase& shape, const Tile& o
     mean = fmaf(off, share, mean);
     squares += fmaf(off * off, before * share, staged_moments[(other * 2 + 1) * CHUNK + lane]);
   }
-  float* const to = moments + (long long)(pixel / 64) * 2 * shape.rows + channel;
+  float* const to = result.moments + (long long)(pixel / 64) * 2 * shape.rows + channel;
   to[0] = mean;
   to[shape.rows] = squares;
 }
@@ -178,7 +176,7 @@ struct Early {
 // scale and bias of two neighbouring channels in each element, from the tile's first on. `early` has the residual's first groups.
 template <bool plain>
 DEVICE void store_runs(const float (&sum)[BLOCK_N / 2], const Phase& shape, const Tile& of, const float4* of_channels, [[maybe_unused]] Early& early,
-                       const data_t* residual, data_t* y) {
+                       const Result& to) {
   constexpr int AT_ONCE = BLOCK_N > 192 ? 2 : 2 * EIGHTS;  // as many as registers hold
   static_assert(BLOCK_N % GROUP == 0, "runs of 16 bytes");
   const bool added_to = !plain && MAY_ADD && has_residual(shape);
@@ -191,9 +189,9 @@ DEVICE void store_runs(const float (&sum)[BLOCK_N / 2], const Phase& shape, cons
         Run(&waiting)[2] = early.of[decltype(group)::value % EARLY];
         added[0] = waiting[0];
         added[1] = waiting[1];
-        if (base + EARLY * GROUP < BLOCK_N) places.load(waiting, shape, residual, base + EARLY * GROUP);
+        if (base + EARLY * GROUP < BLOCK_N) places.load(waiting, shape, to.residual, base + EARLY * GROUP);
       } else {
-        places.load(added, shape, residual, base);
+        places.load(added, shape, to.residual, base);
       }
 #pragma unroll
       for (int half = 0; half < 2; ++half) added[half].turn();
@@ -230,7 +228,7 @@ DEVICE void store_runs(const float (&sum)[BLOCK_N / 2], const Phase& shape, cons
     for (int half = 0; half < 2; ++half) out[half].turn();
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      if (places.there[half] && places.real(shape, base)) store_word(y + places.at[half] + base, *(const uint4*)out[half].words);
+      if (places.there[half] && places.real(shape, base)) store_word(to.y + places.at[half] + base, *(const uint4*)out[half].words);
   });
 }
 
@@ -241,7 +239,7 @@ DEVICE bool stores_plainly(const Phase& shape) {
 
 // Leaves scale and bias of a tile's channels in a warp's staging tile, where store_runs() reads them. `staged` is the first of the channels whose
 // numbers lie there.
-DEVICE void stage_finish(float* staging, int& staged, const Phase& shape, const Tile& of, const data_t* scale, const data_t* bias) {
+DEVICE void stage_finish(float* staging, int& staged, const Phase& shape, const Tile& of, const Result& to) {
   static_assert(BLOCK_N / 2 * 4 <= 16 * PITCH, "they fit a staging tile");
   if (staged == of.channel || (int)shape.store_mode != BYTES_16 || stores_plainly(shape)) return;
   staged = of.channel;
@@ -249,22 +247,21 @@ DEVICE void stage_finish(float* staging, int& staged, const Phase& shape, const 
 #pragma unroll
   for (int i = threadIdx.x % 32; i < BLOCK_N / 2; i += 32) {
     const int channel = min(of.channel + 2 * i, (int)shape.rows - 2);  // 16 bytes of channels, so their number is even
-    const ScaleAndBias one(shape, scale, bias, channel), next(shape, scale, bias, channel + 1);
+    const ScaleAndBias one(shape, to.scale, to.bias, channel), next(shape, to.scale, to.bias, channel + 1);
     ((float4*)staging)[i] = make_float4(one.scale, one.bias, next.scale, next.bias);
   }
   __syncwarp();
 }
 
-// Stores a consumer's sums of a tile, through its warps' staging tiles or from registers; `moments` is null if they are not asked for. After
-// stage_finish(), whose numbers are gone if moments are emitted, and Early::load().
+// Stores a consumer's sums of a tile, through its warps' staging tiles or from registers. After stage_finish(), whose numbers are gone if moments are
+// emitted, and Early::load().
 DEVICE void store_sums(const float (&sum)[BLOCK_N / 2], const Phase& shape, const Tile& of, float* staging, [[maybe_unused]] int& staged,
-                       Early& early, [[maybe_unused]] float* staged_moments, const data_t* scale, const data_t* bias, const data_t* residual,
-                       data_t* y, [[maybe_unused]] float* moments) {
+                       Early& early, [[maybe_unused]] float* staged_moments, const Result& to) {
   const bool as_runs = (int)shape.store_mode == BYTES_16;
   if (as_runs) {
-    if (stores_plainly(shape)) store_runs<true>(sum, shape, of, (const float4*)staging, early, residual, y);
-    else store_runs<false>(sum, shape, of, (const float4*)staging, early, residual, y);
-    if (!EMIT_MOMENTS || !moments) return;
+    if (stores_plainly(shape)) store_runs<true>(sum, shape, of, (const float4*)staging, early, to);
+    else store_runs<false>(sum, shape, of, (const float4*)staging, early, to);
+    if (!EMIT_MOMENTS || !to.moments) return;
     staged = -1;
   }
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -281,9 +278,9 @@ DEVICE void store_sums(const float (&sum)[BLOCK_N / 2], const Phase& shape, cons
       }
     __syncwarp();
     if (BLOCK_N == CHUNK && (int)shape.store_mode == RUN) {
-      store_run(staging, shape, of.pixel + 16 * warp, scale, bias, residual, y);
+      store_run(staging, shape, of.pixel + 16 * warp, to);
     } else if (!as_runs) {
-      const Vec4 four(shape, of.channel + base + 4 * (lane % 8), scale, bias);
+      const Vec4 four(shape, of.channel + base + 4 * (lane % 8), to);
       constexpr int BATCH = BLOCK_N > 160 ? 1 : 4;  // fours of rows that are read before the first of them is written, as registers allow
 #pragma unroll(BATCH == 1 ? 1 : 4)
       for (int down = 0; down < 16; down += 4 * BATCH) {
@@ -296,25 +293,24 @@ DEVICE void store_sums(const float (&sum)[BLOCK_N / 2], const Phase& shape, cons
           place[i] = __shfl_sync(~0u, own, row);
         }
 #pragma unroll
-        for (int i = 0; i < BATCH; ++i) four.store(shape, place[i], {v[i].x, v[i].y, v[i].z, v[i].w}, residual, y);
+        for (int i = 0; i < BATCH; ++i) four.store(shape, place[i], {v[i].x, v[i].y, v[i].z, v[i].w}, to);
       }
     }
 #if EMIT_MOMENTS
-    if (moments) emit_moments(staging, shape, of, base / CHUNK, of.channel + base + lane, staged_moments + base / CHUNK % 2 * 8 * CHUNK, scale, bias, moments);
+    if (to.moments) emit_moments(staging, shape, of, base / CHUNK, of.channel + base + lane, staged_moments + base / CHUNK % 2 * 8 * CHUNK, to);
 #endif
   });
 }
 
 #if CLUSTER > 1
 // Adds this block's rows of the tile, once all blocks have left their sums.
-DEVICE void add_parts(const Phase& shape, const Tile& of, uint32_t sums, const data_t* scale, const data_t* bias, const data_t* residual,
-                      data_t* y) {
+DEVICE void add_parts(const Phase& shape, const Tile& of, uint32_t sums, const Result& to) {
   constexpr int ROWS = BLOCK_M / CLUSTER, ACROSS = BLOCK_N / 4;
   for (int i = threadIdx.x; i < ROWS * ACROSS; i += CONSUMER_THREADS) {
     const int row = cluster_rank() * ROWS + i / ACROSS, column = i % ACROSS * 4;
-    const Vec4 four(shape, of.channel + column, scale, bias);
+    const Vec4 four(shape, of.channel + column, to);
     const float4 v = add_of_ranks(sums + (row * SUMS_PITCH + column) * 4);
-    four.store(shape, place_of(shape, of.pixel + row), {v.x, v.y, v.z, v.w}, residual, y);
+    four.store(shape, place_of(shape, of.pixel + row), {v.x, v.y, v.z, v.w}, to);
   }
 }
 #endif

@@ -13,11 +13,10 @@
 #define SEGMENTS 1  // 2: behind a sum's stages come those of another array, whose arguments are Shapes::behind
 #endif
 #define WGMMA_N BLOCK_N
-#include "hopper/cluster.cuh"
+#include "core/cluster.cuh"
 #include "core/finish.cuh"
 #include "core/repeats.cuh"
 #include "hopper/skeleton.cuh"
-#include "core/truncation.cuh"
 
 typedef element<TYPE> data_t;
 
@@ -111,8 +110,7 @@ DEVICE int steps_of(const Phase&, const StageRange& range) { return STEPS * rang
 // Multiplies and stores a consumer's part of each tile. `ready` is called with the offset of the consumer's rows of x in each stage that arrives.
 template <class Ready>
 DEVICE void consume(const Ready& ready, const Shapes& shapes, const Ring& ring, [[maybe_unused]] float* sums, [[maybe_unused]] float* staging,
-                    const data_t* scale,
-                    const data_t* bias, const data_t* residual, data_t* y, [[maybe_unused]] float* moments) {
+                    const Result& whole) {
   const int consumer = threadIdx.x / 128;
   Ring::Position at;
   float sums_of[1][BLOCK_N / 2], (&sum)[BLOCK_N / 2] = sums_of[0];
@@ -125,8 +123,8 @@ DEVICE void consume(const Ready& ready, const Shapes& shapes, const Ring& ring, 
     const auto apart = y_apart(shapes, of);
     [[maybe_unused]] Early early;
     if (CLUSTER == 1) {  // while the first stages arrive
-      early.load(shape, of, residual + apart);
-      stage_finish(own, staged, shape, of, scale, bias);
+      early.load(shape, of, whole.residual + apart);
+      stage_finish(own, staged, shape, of, whole);
     }
     auto sum_stage = [&](auto steps, int step) {
       const uint32_t stage = ring.stage(at);
@@ -154,20 +152,15 @@ DEVICE void consume(const Ready& ready, const Shapes& shapes, const Ring& ring, 
     wgmma_arrived(sum);
     const bool any = range.count() > 0;
     if (any) ring.give_back(at, 1);
-    const float part = lost_in(steps_of(shape, range));
-#pragma unroll
-    for (int i = 0; i < BLOCK_N / 2; ++i) {
-      sum[i] = any ? sum[i] : 0;
-      if (TYPE == 32) sum[i] = with_lost(sum[i], part);  // the rounding to 16 bits hides it
-    }
+    end_sums<TYPE == 32>(sum, any, lost_in(steps_of(shape, range)));
 #if CLUSTER > 1
     named_barrier(1, CONSUMER_THREADS);  // the ring has been read
     stage_accumulators<SUMS_PITCH>(sum, sums);
     cluster_barrier();
-    add_parts(shape, of, shared_address(sums), scale, bias, residual + apart, y + apart);
+    add_parts(shape, of, shared_address(sums), whole.further(apart));
 #else
     float* const staged_moments = staging + 4 * CONSUMERS * 16 * PITCH + consumer * 16 * CHUNK;
-    store_sums(sum, shape, of, own, staged, early, staged_moments, scale, bias, residual + apart, y + apart, moments);
+    store_sums(sum, shape, of, own, staged, early, staged_moments, whole.further(apart));
 #endif
   }
 }

@@ -12,23 +12,20 @@ template <class data_t, int pixels, int results> struct PlaneStore {
   uint8_t* room;  // of the block's consumers
   const data_t *scale, *bias, *residual;
   int turn = 0;
-  static DEVICE bool stores() { return threadIdx.x % 128 == 0; }
 
   // Finishes and stores the sums of channels from `channel` on and pixels from `pixel` on.
   template <class Arguments> DEVICE void finish(const Arguments& arg, const float (&sum)[pixels / 2], int image, int channel, int pixel) {
     const int consumer = threadIdx.x / 128;
     uint8_t* const own = room + (consumer * results + turn) * BLOCKS * BLOCK;
     turn = (turn + 1) % results;
-    if (stores()) bulk_wait_read<results - 1>();
-    named_barrier(1 + consumer, 128);  // the results whose place these take have been read
-    if (!has_scale(arg) && !has_bias(arg) && !has_residual(arg) && !activation(arg)) stage<true>(arg, sum, image, channel, pixel, own);
-    else stage<false>(arg, sum, image, channel, pixel, own);
-    fence_for_bulk();
-    named_barrier(1 + consumer, 128);  // all of them are there
-    if (!stores()) return;
-    for (int i = 0; i < BLOCKS; ++i)
-      if (pixel + 64 * i < (int)arg.plane && channel < (int)arg.rows) store_box(map_y, shared_address(own + i * BLOCK), pixel + 64 * i, channel, image, 0);
-    bulk_commit();
+    auto fill = [&] {
+      if (!has_scale(arg) && !has_bias(arg) && !has_residual(arg) && !activation(arg)) stage<true>(arg, sum, image, channel, pixel, own);
+      else stage<false>(arg, sum, image, channel, pixel, own);
+    };
+    store_through_room<results - 1>(consumer, fill, [&] {
+      for (int i = 0; i < BLOCKS; ++i)
+        if (pixel + 64 * i < (int)arg.plane && channel < (int)arg.rows) store_box(map_y, shared_address(own + i * BLOCK), pixel + 64 * i, channel, image, 0);
+    });
   }
 
   // Leaves finished sums in shared memory. A warp's lanes use all banks: eight rows, whose chunks of 16 bytes are swizzled. `plain`: without an epilogue.

@@ -38,7 +38,6 @@
 #define RAW_FILTER 0
 #endif
 #include "core/finish.cuh"
-#include "core/truncation.cuh"
 #include "hopper/skeleton.cuh"
 
 constexpr bool PIXEL_QUADS = !WGRAD && !NHWC;
@@ -114,15 +113,7 @@ DEVICE void produce(const CUtensorMap* map_a, const CUtensorMap* map_b, const Po
 
 // ---- a tile's sums
 
-struct Sums {
-  float of[BLOCKS][BLOCK_N / 2];
-  DEVICE void clear() {
-#pragma unroll
-    for (int block = 0; block < BLOCKS; ++block)
-#pragma unroll
-      for (int i = 0; i < BLOCK_N / 2; ++i) of[block][i] = 0;
-  }
-};
+typedef float Sums[BLOCKS][BLOCK_N / 2];
 
 // NCHW: which four of a warp's 32 pixels lanes 4 r to 4 r + 3 have: in this order 8 lanes use every bank once.
 DEVICE int four(int r) { return r % 2 * 4 + r / 2; }
@@ -148,15 +139,12 @@ DEVICE void load_a(float (&a)[BLOCKS][4], const uint8_t* of_warp, int k) {
   }
 }
 
-// What sums of 4 steps of three products lose, in the mean.
-[[maybe_unused]] constexpr float PROMOTED = 0.67e-7f * 16 / 15;
-
 // `stages`: the beginning of the ring.
 DEVICE void multiply(Sums& total, const Tile& of, uint8_t* stages, const Ring& ring, Position& at) {
-  total.clear();
+  clear(total);
 #if LIMBS == 2
   Sums main, cross;
-  cross.clear();
+  clear(cross);
 #else
   Sums& main = total;
 #endif
@@ -192,43 +180,27 @@ DEVICE void multiply(Sums& total, const Tile& of, uint8_t* stages, const Ring& r
 #pragma unroll
         for (int block = 0; block < BLOCKS; ++block) {
           const uint64_t b_high = b + (first + 8 * i) * 4 / 16;
-          wgmma_tf32(main.of[block], a[i][block], b_high, LIMBS == 1 || first + i > 0);
+          wgmma_tf32(main[block], a[i][block], b_high, LIMBS == 1 || first + i > 0);
 #if LIMBS == 2
-          wgmma_tf32(cross.of[block], low[i][block], b_high, true);
-          wgmma_tf32(cross.of[block], a[i][block], b_high + B_BYTES / 16, true);
+          wgmma_tf32(cross[block], low[i][block], b_high, true);
+          wgmma_tf32(cross[block], a[i][block], b_high + B_BYTES / 16, true);
 #endif
         }
       wgmma_commit();
       wgmma_wait<0>();
     }
-#pragma unroll
-    for (int block = 0; block < BLOCKS; ++block) wgmma_arrived(main.of[block]);
+    wgmma_arrived(main);
     ring.give_back(at);
     at.next();
 #if LIMBS == 2
-#pragma unroll
-    for (int block = 0; block < BLOCKS; ++block)
-#pragma unroll
-      for (int i = 0; i < BLOCK_N / 2; ++i) total.of[block][i] += main.of[block][i];
+    each(total, main, [](float& sum, float more) { sum += more; });
 #endif
   }
 #if LIMBS == 2
-#pragma unroll
-  for (int block = 0; block < BLOCKS; ++block) {
-    wgmma_arrived(cross.of[block]);
-#pragma unroll
-    for (int i = 0; i < BLOCK_N / 2; ++i) {
-      const float small = with_lost(cross.of[block][i], total.of[block][i], LARGER * PROMOTED);
-      // Inf x a rest of 0 is no part of the result
-      if (fabsf(total.of[block][i]) < INFINITY) total.of[block][i] = fmaf(small, 1.f / LARGER, total.of[block][i]);
-    }
-  }
+  wgmma_arrived(cross);
+  add_cross(total, cross);
 #else
-  const float part = lost_in(4 * (of.last - of.first));
-#pragma unroll
-  for (int block = 0; block < BLOCKS; ++block)
-#pragma unroll
-    for (int i = 0; i < BLOCK_N / 2; ++i) total.of[block][i] = with_lost(total.of[block][i], part);
+  end_sums<true>(total, true, lost_in(4 * (of.last - of.first)));
 #endif
 }
 

@@ -1,8 +1,6 @@
 // pointwise_limbs.cuh: float32 as two TF32 numbers, for hopper/pointwise.cu: the product ignores the last 13 bits of each number.
 #pragma once
-#include "core/tf32.cuh"
-
-constexpr int LARGER = 512;  // tf32.cuh: no result is computed once more
+#include "hopper/tf32_limbs.cuh"
 
 // An element of A, ties to even. Of a limb that would be Inf the largest number is left, and so it is of Inf, whose rest is Inf. The rest of NaN,
 // 0x7fffffff + 0x1000, is next to 0.

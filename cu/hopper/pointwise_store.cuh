@@ -9,7 +9,7 @@ DEVICE void sums_of(const PointwiseProduct& shape, float (&v)[2 * BLOCKS], const
   for (int block = 0; block < BLOCKS; ++block)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float found = sum.of[block][4 * i + 2 * half + e];
+      const float found = sum[block][4 * i + 2 * half + e];
       v[2 * block + half] = PLAIN ? of.shifted(shape, found, 1) : found;
     }
 }

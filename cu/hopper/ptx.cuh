@@ -126,6 +126,20 @@ template <int groups> DEVICE void bulk_wait_read() { asm volatile("cp.async.bulk
 // waits until all but the last `groups` commits of this thread are written and visible to it
 template <int groups> DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait_group %0;" ::"n"(groups) : "memory"); }
 
+// Stores what a warpgroup, the `consumer`, has: `fill` leaves it in a room of shared memory, which stores of before may still read, all but the last
+// `pending` of them; `store` then stores its boxes.
+template <int pending, class Fill, class Store> DEVICE void store_through_room(int consumer, const Fill& fill, const Store& store) {
+  const bool stores = threadIdx.x % 128 == 0;
+  if (stores) bulk_wait_read<pending>();
+  named_barrier(1 + consumer, 128);  // what the room held has been read
+  fill();
+  fence_for_bulk();
+  named_barrier(1 + consumer, 128);  // all of them are there
+  if (!stores) return;
+  store();
+  bulk_commit();
+}
+
 // ---- two 8 x 8 blocks of 16-bit numbers from a warp's registers, transposed; lanes 0 to 15 give the rows' addresses
 
 DEVICE void store_transposed(uint32_t row, const uint32_t (&v)[2]) {

@@ -4,6 +4,7 @@
 // A kernel's consumers are the first warpgroups of its block; behind them are the producers. What the tile of a block is, which stages it sums, and where
 // these lie in memory, is the kernel's own: it gives these functions what loads a stage, and what multiplies one.
 #pragma once
+#include "core/truncation.cuh"
 #include "hopper/ring.cuh"
 
 // Begins a block of so many `consumers`: its ring, of whose stages each is full after `producers` arrivals; and the launch before it in the stream.
@@ -36,8 +37,15 @@ DEVICE void multiply_stages(const Ring& ring, typename Ring::Position& at, int f
     ring.template commit<behind>(at, step > first);
   }
   wgmma_wait<0>();
-#pragma unroll
-  for (int i = 0; i < count; ++i) wgmma_arrived(sums[i]);
+  wgmma_arrived(sums);
+}
+
+// Ends sums: zeros if no stage was summed. `raises`: adds `lost` of each, what truncating it took; the rounding to 16 bits hides that.
+template <bool raises, class Sums> DEVICE void end_sums(Sums& sums, bool any, float lost) {
+  each(sums, [&](float& one) {
+    one = any ? one : 0;
+    if (raises) one = with_lost(one, lost);
+  });
 }
 
 // A block that takes tile after tile: its producer loads the next one's stages while its consumers store. A kernel is a struct with

@@ -26,9 +26,8 @@ DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int groups> DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(groups) : "memory"); }
 // the sums are in registers from here on: keeps the compiler from moving their use before the wait
-template <int count> DEVICE void wgmma_arrived(float (&d)[count]) {
-#pragma unroll
-  for (int i = 0; i < count; ++i) asm volatile("" : "+f"(d[i])::"memory");
+template <class Sums> DEVICE void wgmma_arrived(Sums& d) {
+  each(d, [](float& one) { asm volatile("" : "+f"(one)::"memory"); });
 }
 
 // The table of N: FIRST and MORE take the number of four registers of sums and their names, LAST the names of the six operands behind all of them.

@@ -47,10 +47,9 @@
 #define FLIPPED 0
 #endif
 #define CLUSTER 1
-#include "hopper/cluster.cuh"
+#include "core/cluster.cuh"
 #include "mma/fragments.cuh"
 #include "hopper/skeleton.cuh"
-#include "core/truncation.cuh"
 
 typedef element<TYPE> data_t;
 
@@ -171,31 +170,25 @@ DEVICE void produce(const CUtensorMap* map_dy, const CUtensorMap* map_x, const W
 #elif TYPE == 32
 #include "hopper/wgrad_fragments.cuh"
 #else
-struct Sums {
-  float of[PRODUCTS][WGMMA_N / 2];
-};
+typedef float Sums[PRODUCTS][WGMMA_N / 2];
 
 // Multiplies all stages.
 DEVICE void multiply_stages(Sums& sums, const StageRange& range, const Ring& ring) {
   const int consumer = threadIdx.x / 128, down = consumer % DOWN, across = consumer / DOWN;
   Ring::Position at;
-  auto& sum = sums.of;
-  multiply_stages<BEHIND>(ring, at, range.first, range.last, sum, [&](uint32_t stage, bool fresh) {
+  multiply_stages<BEHIND>(ring, at, range.first, range.last, sums, [&](uint32_t stage, bool fresh) {
     typedef StageOperand<!PLANES> Operand;
     const uint32_t x = stage + (DY_BLOCKS + across * (WGMMA_N / 64)) * BLOCK_BYTES;
-    multiply_stage<TYPE, Operand, Operand>(sum, stage + down * PRODUCTS * BLOCK_BYTES, BLOCK_BYTES, x, fresh);
+    multiply_stage<TYPE, Operand, Operand>(sums, stage + down * PRODUCTS * BLOCK_BYTES, BLOCK_BYTES, x, fresh);
   });
   const float lost = lost_in(STEPS * range.count());  // long sums lose more than rounding to 16 bits hides
-#pragma unroll
-  for (int i = 0; i < PRODUCTS; ++i)
-#pragma unroll
-    for (int j = 0; j < WGMMA_N / 2; ++j) sum[i][j] = range.count() > 0 ? with_lost(sum[i][j], lost) : 0;
+  each(sums, [&](float& sum) { sum = range.count() > 0 ? with_lost(sum, lost) : 0; });
 }
 
 DEVICE void leave(const Sums& sums, float* to) {
   const int consumer = threadIdx.x / 128, down = consumer % DOWN, across = consumer / DOWN;
 #pragma unroll
-  for (int i = 0; i < PRODUCTS; ++i) stage_accumulators<PITCH>(sums.of[i], to + (down * PRODUCTS + i - consumer) * 64 * PITCH + across * WGMMA_N);
+  for (int i = 0; i < PRODUCTS; ++i) stage_accumulators<PITCH>(sums[i], to + (down * PRODUCTS + i - consumer) * 64 * PITCH + across * WGMMA_N);
 }
 #endif
 
@@ -204,28 +197,6 @@ DEVICE void leave(const Sums& sums, float* to) {
 #else
 #define IF_FLIPPED(...)
 #endif
-
-DEVICE void consume(const WgradNhwcArguments& arg, const Tile& of, const StageRange& range, const Ring& ring, float* sums,
-                    void* to IF_FLIPPED(, const data_t* x, const data_t* dy, const FlippedArguments& flip)) {
-  Sums summed;
-  multiply_stages(summed, range, ring);
-  named_barrier(1, CONSUMER_THREADS);  // the ring has been read
-  leave(summed, sums);
-  named_barrier(1, CONSUMER_THREADS);  // all sums are there
-#if FLIPPED
-  if (arg.splits > 1)
-    store_flipped(sums, arg, flip, of, range, x, dy, (float*)to + of.split * arg.size);
-  else
-    store_flipped(sums, arg, flip, of, range, x, dy, (data_t*)to);
-#else
-  if (arg.splits > 1)
-    store_rows(sums, arg, of, (float*)to + of.split * arg.size);
-  else if (arg.taps_fastest)
-    store_taps(sums, arg, of, (data_t*)to);
-  else
-    store_rows(sums, arg, of, (data_t*)to);
-#endif
-}
 
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, SHARES ? 2 : 1)
     hopper_wgrad(const __grid_constant__ CUtensorMap map_dy, const __grid_constant__ CUtensorMap map_x, void* __restrict__ to,
@@ -244,7 +215,19 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, SHARES ? 2 : 
   const StageRange range(of.split, (int)arg.part, (int)arg.stages);
   if (threadIdx.x < CONSUMER_THREADS) {
     if constexpr (PRODUCTS == 2) registers_up<TALL ? 208 : 224>();
-    consume(arg, of, range, ring, sums, to IF_FLIPPED(, x, dy, flip));
+    Sums summed;
+    multiply_stages(summed, range, ring);
+    named_barrier(1, CONSUMER_THREADS);  // the ring has been read
+    leave(summed, sums);
+    named_barrier(1, CONSUMER_THREADS);  // all sums are there
+#if FLIPPED
+    auto store = [&](auto* to) { store_flipped(sums, arg, flip, of, range, x, dy, to); };
+#else
+    auto store = [&](auto* to) { store_rows(sums, arg, of, to); };
+#endif
+    if (arg.splits > 1) store((float*)to + of.split * arg.size);
+    else if (!FLIPPED && arg.taps_fastest) store_taps(sums, arg, of, (data_t*)to);
+    else store((data_t*)to);
   } else {
     if constexpr (PRODUCTS == 2) registers_down<TALL ? 40 : 56>();
     if (threadIdx.x == CONSUMER_THREADS) produce(&map_dy, &map_x, arg, of, range, ring);

@@ -1,9 +1,7 @@
-// wgrad_flipped.cuh: what flipped tiles of hopper/wgrad.cu do with their sums: rows are channels of x, columns (tap, channel of dy), taps in reverse.
-//
-// Pixels outside dy are zeros then, and 0 x Inf of x is NaN: so a sum that is not finite is computed again without them.
+// wgrad_flipped.cuh: what flipped tiles of hopper/wgrad.cu do with their sums.
 #pragma once
 
-// What flipped tiles do with their sums. A channel of dy as it is loaded is (fold, channel), where innermost taps were folded into channels.
+// A channel of dy as it is loaded is (fold, channel), where innermost taps were folded into channels.
 struct FlippedArguments {
   long long own, by_own, folds;                               // channels of dy, and how many taps are folded into a loaded channel
   long long out_k, out_tap, out_c;                            // elements from one k, tap and c to the next, of dw or of a part

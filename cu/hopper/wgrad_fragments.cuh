@@ -1,19 +1,13 @@
 // wgrad_fragments.cuh: how other tiles of float32 of hopper/wgrad.cu multiply: mma.sync on fragments, by one product of TF32 or, LIMBS = 2, by three.
 #pragma once
-#include "core/tf32.cuh"
+#include "hopper/tf32_limbs.cuh"
 
 // The sums of a warp's 32 rows and of its half of the consumer's columns: 32 of each block, in fragments of 16 x 8.
-constexpr int WARP_BLOCKS = WGMMA_N / 64, SUMS = WARP_BLOCKS * 32;
-struct Sums {
-  float of[WARP_BLOCKS][2][4][4];
-  DEVICE float& operator[](int i) { return of[i / 32][i / 16 % 2][i / 4 % 4][i % 4]; }
-};
+constexpr int WARP_BLOCKS = WGMMA_N / 64;
+typedef float Sums[WARP_BLOCKS][2][4][4];
 
 #if LIMBS == 2
-constexpr int LARGER = 512;  // tf32.cuh: no result is computed once more
 DEVICE Tf32Pair pair_of(uint32_t word) { return tf32_pair<LARGER>(__uint_as_float(word), below_infinity(rounded_tf32(word))); }
-// The part of itself that a sum of 4 steps loses in the mean: what truncation loses, less what rounding gives. See truncation.cuh.
-constexpr float PROMOTED = 0.67e-7f * 16 / 15;
 
 // Multiplies a step of a block of 32 x 32.
 DEVICE void multiply_limbs(float (&main)[2][4][4], float (&cross)[2][4][4], const uint32_t (&a)[2][4], const uint32_t (&b)[4][2]) {
@@ -34,11 +28,6 @@ DEVICE void multiply_limbs(float (&main)[2][4][4], float (&cross)[2][4][4], cons
   for (int i = 0; i < 8; ++i) multiply<float>(cross[i / 4][i % 4], a_high[i / 4], b_low[i % 4][0], b_low[i % 4][1]);
 }
 #endif
-
-DEVICE void clear(Sums& sums) {
-#pragma unroll
-  for (int i = 0; i < SUMS; ++i) sums[i] = 0;
-}
 
 // Multiplies all stages.
 DEVICE void multiply_stages(Sums& sums, const StageRange& range, const Ring& ring) {
@@ -78,30 +67,23 @@ DEVICE void multiply_stages(Sums& sums, const StageRange& range, const Ring& rin
       const uint4(&left)[2] = dy[number / WARP_BLOCKS % 2];
       const uint32_t a[2][4] = {{left[0].x, left[0].y, left[1].x, left[1].y}, {left[0].z, left[0].w, left[1].z, left[1].w}};
 #if LIMBS == 2
-      multiply_limbs(main.of[number % WARP_BLOCKS], cross.of[number % WARP_BLOCKS], a, b);
+      multiply_limbs(main[number % WARP_BLOCKS], cross[number % WARP_BLOCKS], a, b);
 #else
 #pragma unroll
-      for (int i = 0; i < 8; ++i) multiply<float>(sums.of[number % WARP_BLOCKS][i / 4][i % 4], a[i / 4], b[i % 4][0], b[i % 4][1]);
+      for (int i = 0; i < 8; ++i) multiply<float>(sums[number % WARP_BLOCKS][i / 4][i % 4], a[i / 4], b[i % 4][0], b[i % 4][1]);
 #endif
     }
 #if LIMBS == 2
-#pragma unroll
-    for (int i = 0; i < SUMS; ++i) sums[i] += main[i];
+    each(sums, main, [](float& sum, float more) { sum += more; });
 #endif
     __syncwarp();
     ring.give_back(at);
     at.next();
   }
 #if LIMBS == 2
-#pragma unroll
-  for (int i = 0; i < SUMS; ++i) {
-    const float more = with_lost(cross[i], sums[i], LARGER * PROMOTED);
-    if (fabsf(sums[i]) < INFINITY) sums[i] = fmaf(more, 1.f / LARGER, sums[i]);  // after an Inf the cross products may have either sign
-  }
+  add_cross(sums, cross);
 #else
-  const float lost = lost_in(STEPS * range.count());
-#pragma unroll
-  for (int i = 0; i < SUMS; ++i) sums[i] = with_lost(sums[i], lost);
+  end_sums<true>(sums, true, lost_in(STEPS * range.count()));
 #endif
 }
 
@@ -112,7 +94,7 @@ DEVICE void leave(const Sums& sums, float* to) {
   for (int block = 0; block < WARP_BLOCKS; ++block)
 #pragma unroll
     for (int i = 0; i < 8; ++i) {  // a row of a pair, of a half, and four columns
-      const float(&of)[4][4] = sums.of[block][i / 4];
+      const float(&of)[4][4] = sums[block][i / 4];
       const int e = i % 4;
       *(float4*)(first + (2 * (i / 4) + e / 2) * PITCH + 32 * block + 4 * (e % 2)) = make_float4(of[0][e], of[1][e], of[2][e], of[3][e]);
     }

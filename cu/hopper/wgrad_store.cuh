@@ -16,12 +16,6 @@ struct Own {
 template <int EACH, class T>
 DEVICE void store_rows(const float* sums, const WgradNhwcArguments& arg, const Tile& of, T* to) {
   constexpr int LANES = CHANNELS / EACH, ROWS = 32 / LANES;  // lanes of a block's row; rows of a warp at once
-  struct alignas(EACH * sizeof(T)) Neighbours {
-    T v[EACH];
-  };
-  struct alignas(4 * (EACH < 4 ? EACH : 4)) Floats {
-    float v[EACH];
-  };
   const int lane = threadIdx.x % 32 % LANES, rows = min(BLOCK_M, (int)arg.rows - of.row);
   const long long pitch = arg.taps * arg.own_columns;
   for (int i = 0; i < of.x_blocks; ++i) {
@@ -32,11 +26,8 @@ DEVICE void store_rows(const float* sums, const WgradNhwcArguments& arg, const T
     T* const at = to + (of.pack * arg.rows + of.row) * pitch + column.tap * arg.own_columns + own.channel;
 #pragma unroll 4
     for (int down = threadIdx.x / LANES; down < rows; down += WARPS * ROWS) {
-      const Floats sum = *(const Floats*)(sums + down * PITCH + CHANNELS * i + EACH * lane);
-      Neighbours neighbours;
-#pragma unroll
-      for (int e = 0; e < EACH; ++e) neighbours.v[e] = from_float<T>(sum.v[e]);
-      if (down >= own.first && down < own.end) store_word(at + down * pitch, *(const word<Neighbours>*)&neighbours);
+      const auto sum = *(const Vec<float, EACH>*)(sums + down * PITCH + CHANNELS * i + EACH * lane);
+      if (down >= own.first && down < own.end) store_rounded(at + down * pitch, sum.v);
     }
   }
 }

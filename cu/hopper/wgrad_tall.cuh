@@ -3,9 +3,7 @@
 
 #include "hopper/transpose.cuh"
 
-struct Sums {
-  float of[2][64];
-};
+typedef float Sums[2][64];
 
 // Which four of a warp's 32 rows lanes 4 r to 4 r + 3 have: in this order 8 lanes use every bank once.
 DEVICE int four(int r) { return r % 2 * 4 + r / 2; }
@@ -40,7 +38,7 @@ DEVICE void multiply_stages(Sums& sums, const StageRange& range, const Ring& rin
 #pragma unroll
     for (int k = 0; k < STEPS; ++k)
 #pragma unroll
-      for (int i = 0; i < 2; ++i) wgmma_tf32(sums.of[i], a[k][i], x + k * 32 / 16, step > range.first || k > 0);
+      for (int i = 0; i < 2; ++i) wgmma_tf32(sums[i], a[k][i], x + k * 32 / 16, step > range.first || k > 0);
     wgmma_commit();
     Ring::Position coming = at;
     coming.next();
@@ -49,13 +47,9 @@ DEVICE void multiply_stages(Sums& sums, const StageRange& range, const Ring& rin
     ring.give_back(at);
     at = coming;
   }
+  wgmma_arrived(sums);
   const float lost = lost_in(STEPS * range.count());
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    wgmma_arrived(sums.of[i]);
-#pragma unroll
-    for (int j = 0; j < 64; ++j) sums.of[i][j] = range.count() > 0 ? with_lost(sums.of[i][j], lost) : 0;
-  }
+  each(sums, [&](float& sum) { sum = range.count() > 0 ? with_lost(sum, lost) : 0; });
 }
 
 DEVICE void leave(const Sums& sums, float* to) {
@@ -64,5 +58,5 @@ DEVICE void leave(const Sums& sums, float* to) {
   for (int row = 0; row < 4; ++row)
 #pragma unroll
     for (int i = 0; i < 16; ++i)
-      *(float2*)(first + row * PITCH + 8 * i) = make_float2(sums.of[row / 2][4 * i + 2 * (row % 2)], sums.of[row / 2][4 * i + 2 * (row % 2) + 1]);
+      *(float2*)(first + row * PITCH + 8 * i) = make_float2(sums[row / 2][4 * i + 2 * (row % 2)], sums[row / 2][4 * i + 2 * (row % 2) + 1]);
 }

@@ -17,25 +17,15 @@
 #define AHEAD 3
 typedef decltype(load_quad((const in_t*)0)) Quad;
 typedef struct Row {
-  Quad own;
-  in_t far[4];
+  Quad own, beyond;  // a lane's four columns; of lane 0 those before the strip, of lane 31 those behind it
+  in_t shown[4];     // the same of a lane whose columns are not all inside of the image, found one by one
 } Row;
 
-// Four neighbours as they lie, from an address that is no multiple of theirs.
-WITHIN_KERNEL Quad unaligned_quad(const in_t* p) {
-  union {
-    in_t of[4];
-    Quad quad;
-  } four;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) four.of[i] = p[i];
-  return four.quad;
-}
-
-template <int REACH> WITHIN_KERNEL void walk(const in_t* RESTRICT x, const acc_t* RESTRICT filters, const acc_t* previous, out_t* RESTRICT y, const WindowArguments& arg, const Tile& at) {
+template <int REACH> WITHIN_KERNEL void walk(const in_t* RESTRICT x, const acc_t* RESTRICT filters, const acc_t* previous, out_t* RESTRICT y,
+                                             const WindowArguments& arg, const Tile& at) {
   const int PLACES = 2 * REACH + 1;
-  const int lane = LID_0 & 31, q = at.q + 4 * lane, h = (int)arg.h, w = (int)arg.w;
-  const bool own = q < w, last = at.q + 128 > w, whole = is_aligned(x, 4 * (int)sizeof(in_t)), fours = arg.y_fours && is_aligned(y, LANES * (int)sizeof(out_t));
+  const int lane = LID_0 & 31, q = at.q + 4 * lane, h = (int)arg.h, w = (int)arg.w, joins = (int)(arg.square | arg.add | arg.root);
+  const bool own = q < w;
   const in_t* const image = x + at.x + at.o * (index_t)arg.x_d;
   acc_t f_h[PLACES], f_w[PLACES];
 #pragma unroll
@@ -44,9 +34,9 @@ template <int REACH> WITHIN_KERNEL void walk(const in_t* RESTRICT x, const acc_t
     f_h[k] = k < (int)arg.r ? filters[k] : 0;
     f_w[k] = s >= 0 && s < (int)arg.s ? filters[arg.r + s] : 0;
   }
-  // Far columns: of lane 0 those before the strip, of lane 31 those behind it, and of a lane beyond the image's edge its own.
+  // Far columns: of lane 0 those before the strip, of lane 31 those behind it, and of a lane beyond the image's edge its own. A strip at an edge finds them.
   const int first = lane == 0 ? q - 4 : own ? q + 4 : q;
-  const bool far = lane == 0 || lane == 31 || !own;
+  const bool at_edge = at.q == 0 || at.q + 128 >= w, far = lane == 0 || lane == 31 || !own, inside = far && first >= 0 && first < w;
   int source[4];
   bool outside[4];
 #pragma unroll
@@ -56,45 +46,53 @@ template <int REACH> WITHIN_KERNEL void walk(const in_t* RESTRICT x, const acc_t
   }
   const int top = at.p - (int)arg.pad_h, end = (int)arg.p - at.p < (int)arg.tile_p ? (int)arg.p - at.p : (int)arg.tile_p, total = end + 2 * REACH;
   const int most = top + end + (int)arg.r - 2;  // the last row that a tap meets
-  auto row_at = [&](int i) { return top + i < most ? top + i : most; };
+  const bool strange_rows = arg.outside_h && (top < 0 || most >= h);
+  const bool aligned = is_aligned(x, 4 * (int)sizeof(in_t)) && arg.y_fours && is_aligned(y, 4 * (int)sizeof(out_t));
   auto fetch = [&](Row& to, int i) {
-    const int row = row_at(i);
-    const in_t* const line = image + ((unsigned)row < (unsigned)h ? row : MAPPED(row, h, h)) * (index_t)arg.x_h;
-    if (own) to.own = whole ? load_quad(line + q) : unaligned_quad(line + q);
-    if (far) {
+    const int wanted = top + i < most ? top + i : most, row = (unsigned)wanted < (unsigned)h ? wanted : MAPPED(wanted, h, h);
+    const in_t* const line = image + row * (index_t)arg.x_h;
+    if (own) to.own = load_quad(line + q);
+    if (inside) to.beyond = load_quad(line + first);
+    if (at_edge && far && !inside) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) to.far[j] = line[source[j]];
+      for (int j = 0; j < 4; ++j) to.shown[j] = line[source[j]];
     }
   };
   Row ahead[AHEAD];
-  acc_t across[PLACES][4];
-  bool again = false;
+  acc_t across[PLACES][4], strange = 0;  // NaN once a result was NaN or infinite
+  if (aligned) {
 #pragma unroll
-  for (int i = 0; i < AHEAD; ++i) fetch(ahead[i], i);
+    for (int i = 0; i < AHEAD; ++i) fetch(ahead[i], i);
+  }
 
-  for (int begin = 0; begin < total; begin += PLACES) {
+  for (int begin = 0; aligned && begin < total; begin += PLACES) {
 #pragma unroll
     for (int k = 0; k < PLACES; ++k) {
       const int i = begin + k;
       if (i >= total) break;
-      acc_t v[12], four[4];  // v[4 + j] is the number of column q + j
+      acc_t v[12], four[4], beyond[4];  // v[4 + j] is the number of column q + j
       to_four(four, ahead[k % AHEAD].own, x);
+      to_four(beyond, ahead[k % AHEAD].beyond, x);
+      if (at_edge) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          if (!inside) beyond[j] = outside[j] ? OUTSIDE_VALUE : (acc_t)ahead[k % AHEAD].shown[j];
+          four[j] = own ? four[j] : beyond[j];
+        }
+      }
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        acc_t beyond = (acc_t)ahead[k % AHEAD].far[j];
-        if (arg.outside_w) beyond = outside[j] ? OUTSIDE_VALUE : beyond;
-        if (last) four[j] = own ? four[j] : beyond;
         v[4 + j] = four[j];
         if (j >= 4 - REACH) {
           v[j] = __shfl_up_sync(0xffffffffu, four[j], 1);
-          v[j] = lane == 0 ? beyond : v[j];
+          v[j] = lane == 0 ? beyond[j] : v[j];
         }
         if (j < REACH) {
           v[8 + j] = __shfl_down_sync(0xffffffffu, four[j], 1);
-          v[8 + j] = lane == 31 ? beyond : v[8 + j];
+          v[8 + j] = lane == 31 ? beyond[j] : v[8 + j];
         }
       }
-      if (IS_OUTSIDE(row_at(i), h, h)) {
+      if (strange_rows && IS_OUTSIDE(top + i < most ? top + i : most, h, h)) {
 #pragma unroll
         for (int j = 4 - REACH; j < 8 + REACH; ++j) v[j] = OUTSIDE_VALUE;
       }
@@ -106,23 +104,26 @@ template <int REACH> WITHIN_KERNEL void walk(const in_t* RESTRICT x, const acc_t
         for (int s = 1; s < PLACES; ++s) sum = v[4 - REACH + j + s] * f_w[s] + sum;
         across[k][j] = sum;
       }
-      const int p = at.p + i - 2 * REACH;
       if (i < 2 * REACH || !own) continue;
-      acc_t sums[4], all = 0;
+      acc_t sums[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         sums[j] = across[(k + 1) % PLACES][j] * f_h[0];
 #pragma unroll
         for (int r = 1; r < PLACES; ++r) sums[j] = across[(k + 1 + r) % PLACES][j] * f_h[r] + sums[j];
-        all += sums[j] * 0;
+        strange = sums[j] * 0 + strange;
       }
-      again = again || all != 0;
-      store_lanes<true>(y, previous, arg, at.y + p * (index_t)arg.y_h + q, 4, fours, sums);
+      const index_t there = at.y + (at.p + i - 2 * REACH) * (index_t)arg.y_h + q;
+      if (joins) {
+        store_lanes<true>(y, previous, arg, there, 4, true, sums);
+      } else {
+        store_whole(y + there, sums);
+      }
     }
   }
-  if (!again) return;
+  if (!own || (aligned && strange == 0)) return;
 
-  // Of the filters' own taps, in the same order.
+  // Again, of the filters' own taps in the same order; and first, if rows do not lie as they are read.
 #pragma unroll 1
   for (int p = at.p; p < at.p + end; ++p) {
     acc_t sums[4] = {0, 0, 0, 0};
@@ -141,7 +142,7 @@ template <int REACH> WITHIN_KERNEL void walk(const in_t* RESTRICT x, const acc_t
         sums[j] += filters[r] * sum;
       }
     }
-    store_lanes<true>(y, previous, arg, at.y + p * (index_t)arg.y_h + q, 4, fours, sums);
+    store_lanes<true>(y, previous, arg, at.y + p * (index_t)arg.y_h + q, 4, aligned, sums);
   }
 }
 

@@ -1,6 +1,7 @@
 // border_planes.cu: what bordered.cu does, for small planes that lie one behind the other (NCHW), on a GPU.
 //
-//   border_planes_copy   wide[plane, i, j] = x[plane, H(i), W(j)], or a value where a side is filled. H and W say which pixel of an axis stands at a place of the wide one
+//   border_planes_copy   wide[plane, i, j] = x[plane, H(i), W(j)], or a value where a side is filled. H and W say which pixel of an axis stands at
+//                        a place of the wide one
 //   border_planes_fold   the adjoint: dx[plane, h, w] = sum of wide[plane, i, j] over H(i) = h, W(j) = w, + residual[plane, h, w]
 //
 // Some planes are one piece of memory, of the image and of the wide one: both are read and written in order, whatever the length of a row.

@@ -208,7 +208,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void border_copy(const GLOBAL_MEM data_t* RESTR
   }
 }
 
-#define ROWS_AT_ONCE 4
+#define ROWS_AT_ONCE (DTYPE == 64 ? 4 : 8)
 #define LOAD_ROWS(type) { _Pragma("unroll") for (int j = 0; j < ROWS_AT_ONCE; ++j) v[j] = (acc_t)TYPED(type)[places[j]]; break; }
 #define SELECT_FILL(v, fills) ((fills) ? ((fills) == 1 ? value : 0) : (v))
 

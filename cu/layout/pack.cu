@@ -60,7 +60,7 @@
 #define BORDERED 0   // the packed image has a border
 #endif
 #if CLUSTER
-#include "hopper/cluster.cuh"
+#include "core/cluster.cuh"
 #else
 #include "core/packed_tiles.cuh"
 #endif

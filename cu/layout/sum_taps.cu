@@ -3,6 +3,7 @@
 //   v[c, k, t, r, s] = sum of w[k, c, t', r', s'] over  T-1-t+E_d <= t' < T-1-t+E_d + U_d,  and so on along each axis, inside of the filter
 //
 // With three taps and U = 2 these are along an axis w2, w1+w2, w0+w1, w0. E are taps of v before the others, whose sums are of nothing.
+// The gradient by w is of the same form: that by w0 is the sum of those by v2 and v3, and so on. E is then negative.
 // Sums are kept in acc_t, in the order of w's taps, and rounded once.
 //
 // Mapping  block -> ROWS rows k of a group and `across` of its channels c, with all their taps. Its threads load that part of w in w's order, then make

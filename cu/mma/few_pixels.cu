@@ -29,7 +29,7 @@
 #endif
 #define MOMENTS 0
 #include "mma/async_copy.cuh"
-#include "hopper/cluster.cuh"
+#include "core/cluster.cuh"
 #include "core/finish.cuh"
 #include "mma/fragments.cuh"
 #include "core/tf32.cuh"

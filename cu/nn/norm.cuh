@@ -25,7 +25,7 @@
 
 typedef float acc_t;
 #include "core/activation.cuh"
-#include "hopper/cluster.cuh"
+#include "core/cluster.cuh"
 
 typedef element<TYPE> data_t;
 

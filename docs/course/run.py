@@ -40,7 +40,7 @@ class Launch(KernelLaunch):
 
     def source(self) -> str:
         """The defines, then the text."""
-        return "".join(f"#define {name} {value}\n" for name, value in self.defines.items()) + self.text
+        return "".join(f"#define {name} {value}\n" for name, value in self.defines.items()) + f'#line 1 "{self.kernel}.cu"\n{self.text}'
 
 
 @dataclass(frozen=True)

@@ -196,15 +196,14 @@ def _in_order(problem: ConvProblem, wanted: Any, more: Iterable[Config], device:
     choice = engine.choose(launched, device)
     known = dict.fromkeys([*([choice[1]] if choice else []), *engine.configs(launched, device), *more])
     alike = [one for one in known if engine.refusal(launched, one) is None and engine.sum_order(launched, one) == sums]
-    times = ((engine.time(launched, one, device) or 0.0) * _factor(engine, launched, device, one) for one in alike)
-    return sorted(zip(times, alike, strict=True), key=lambda pair: pair[0])
+    return sorted(((predicted(problem, one, device) or 0.0, one) for one in alike), key=lambda pair: pair[0])
 
 
 def predicted(problem: ConvProblem, config: Config, device: Device) -> float | None:
     """Microseconds that `config` should take, or None where no model knows."""
     engine = engine_of(config)
     us = engine.time(problem.launched, config, device)
-    return us and us * _factor(engine, problem.launched, device, config)
+    return us and _corrected(us, engine, problem.launched, device, config)
 
 
 def predictions(problem: ConvProblem, device: Device) -> list[tuple[float, Config]]:
@@ -347,7 +346,7 @@ def _compared(problem: ConvProblem, device: Device) -> list[tuple[float | None, 
         for config in engine.configs(launched, device):
             if engine.refusal(launched, config) is None:
                 us = engine.time(launched, config, device)
-                found.append((us and us * _factor(engine, launched, device, config), config))
+                found.append((us and _corrected(us, engine, launched, device, config), config))
     return found
 
 
@@ -370,16 +369,16 @@ def _calibrated(
                 predicted = model.time(launched, one, device) if model.refusal(launched, one) is None else None
                 if predicted is not None:
                     kinds = kinds or calibration.kinds(name, launched)
-                    predicted *= known.of_kinds(kinds, one)
+                    predicted = known.corrected(predicted, name, launched, one, kinds)
                     if best is None or predicted < best[0]:
                         best = predicted, one
     return best
 
 
-def _factor(engine: Any, launched: ConvProblem, device: Device, config: Config | None = None) -> float:
-    """By what timings of such a GPU say that an engine's predictions for such problems have to be multiplied."""
+def _corrected(us: float, engine: Any, launched: ConvProblem, device: Device, config: Config) -> float:
+    """An engine's prediction, corrected by what timings of such a GPU say of it."""
     known = calibration.of(device)
-    return 1.0 if known is None else known.factor(name_of(engine), launched, config)
+    return us if known is None else known.corrected(us, name_of(engine), launched, config)
 
 
 def name_of(engine: Any) -> str:

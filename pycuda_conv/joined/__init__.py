@@ -19,7 +19,7 @@ from pycuda_conv.call import Call, Operands
 from pycuda_conv.engines.hopper import segments
 from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT
 from pycuda_conv.errors import ConvArgumentError, brief
-from pycuda_conv.problem import channels_last
+from pycuda_conv.problem import ConvProblem, channels_last
 from pycuda_conv.runtime.base import KernelLaunch
 
 #: The buffers of the launch, in the order in which it gets them.
@@ -109,11 +109,15 @@ def _made(call: Call, shapes: tuple[Any, ...], more: int, dtype: str, device: An
         return None
     us, tile = segments.choose(first, second, device)
     convolved = engines.predicted(whole, engines.choose(whole, device), device)
-    moved = 2 * whole.itemsize * math.prod(whole.input_shape) / _MEMORY * 132 / device.multiprocessors
-    if convolved is not None and us >= convolved + _BEGIN + moved:
+    if convolved is not None and us >= convolved + joining_time(whole, device):
         return None
     launch = in_order(segments.launch(first, second, tile, device, True), _ORDER)
     return _Made(device.schedule_launcher([[launch]]), whole.result_shape)
+
+
+def joining_time(whole: ConvProblem, device: Any) -> float:
+    """Microseconds that it takes to join arrays to the input of a problem."""
+    return _BEGIN + 2 * whole.itemsize * math.prod(whole.input_shape) / _MEMORY * 132 / device.multiprocessors
 
 
 def in_order(launch: KernelLaunch, order: Sequence[int]) -> KernelLaunch:

@@ -32,7 +32,7 @@ from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.call import Call, Operands
 from pycuda_conv.elements import INTEGER_BYTES, arithmetic, check_element_type, check_taken, result_type
 from pycuda_conv.errors import ConvArgumentError
-from pycuda_conv.nn import upsampling
+from pycuda_conv.nn import bias_sums, upsampling
 from pycuda_conv.problem import ConvProblem, channels_last
 
 _differentiated, _traced, _layout = TORCH.differentiated, TORCH.traced, TORCH.layout
@@ -335,6 +335,8 @@ def sum_channels(ndim: int, grad_output: Any, device: str | None) -> Any:
 
 
 def _summed(ndim: int, grad_output: Any) -> Any:
+    if bias_sums.takes(grad_output) and not _is_batched(grad_output):
+        return bias_sums.summed(ndim, grad_output)
     channels = grad_output.dim() - ndim - 1
     return grad_output.sum([axis for axis in range(grad_output.dim()) if axis != channels], dtype=grad_output.dtype)
 

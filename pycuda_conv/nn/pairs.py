@@ -1,7 +1,8 @@
-"""Two convolutions whose sum is a layer's result, such as a 3x3 and the 1x1 of the shortcut beside it, without gradients, in one launch.
+"""Two convolutions whose sum is a layer's result, without gradients, in one launch: a 3x3 and the 1x1 of the shortcut beside it, or the two
+parts of one whose input would be concatenated.
 
 The kernel reads both arrays where they lie (:mod:`pycuda_conv.engines.hopper.segments`), sums once, and rounds once. Where it can't, or
-where two launches should take less time, the shortcut is computed first and is the residual of the other.
+where two launches should take less time, the shortcut is computed first and is the residual of the other, or the arrays are concatenated.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.call import Call
 from pycuda_conv.engines.hopper import segments
 from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT
-from pycuda_conv.joined import in_order
+from pycuda_conv.joined import in_order, joining_time
 from pycuda_conv.nn import evaluation, folding, operators
 from pycuda_conv.nn.options import asked_of, fake_result
 from pycuda_conv.problem import channels_last
@@ -49,24 +50,26 @@ def pays(x: Any) -> bool:
 
 
 def two(
-    asked: tuple[Any, ...], of_other: tuple[Any, ...], start: int, x: Tensor, weight: Tensor, other: Tensor, other_weight: Tensor,
-    folded: Tensor,
+    asked: tuple[Any, ...], of_other: tuple[Any, ...], start: int, x: Tensor, weight: Tensor, residual: Tensor | None, other: Tensor,
+    other_weight: Tensor | None, folded: Tensor,
 ) -> Tensor:
     """A convolution of `x` plus one of `other`, times the factor and plus the summand that lie at `start` in `folded`, and an activation.
 
-    The options are as :func:`pycuda_conv.nn.evaluation._evaluate` takes them. The activation is that of the first.
+    The options are as :func:`pycuda_conv.nn.evaluation._evaluate` takes them. The activation is that of the first. Without a filter of its
+    own, which comes without a residual, `other` has the last of the channels over which `weight` sums, and no options.
     """
-    made = repeat.replay(_again, (start, *asked, *of_other), x, weight, other, other_weight, folded)
-    return _computed(asked, of_other, start, x, weight, other, other_weight, folded) if made is None else made[1]
+    operands = x, weight, residual, other, other_weight, folded
+    made = repeat.replay(_again, (start, *asked, *of_other), *operands)
+    return _computed(asked, of_other, start, operands) if made is None else made[1]
 
 
-def _computed(
-    asked: tuple[Any, ...], of_other: tuple[Any, ...], start: int, x: Tensor, weight: Tensor, other: Tensor, other_weight: Tensor,
-    folded: Tensor,
-) -> Tensor:
+def _computed(asked: tuple[Any, ...], of_other: tuple[Any, ...], start: int, operands: Sequence[Tensor | None]) -> Tensor:
     """The same in a call that is not repeated."""
-    x, weight, other, other_weight, folded = (one.detach() for one in (x, weight, other, other_weight, folded))
-    way = None if invariance.blocks or not x.is_cuda else _way_of(asked, of_other, x, weight, other, other_weight)
+    x, weight, residual, other, other_weight, folded = (None if one is None else one.detach() for one in operands)
+    assert x is not None and weight is not None and other is not None and folded is not None
+    way = None if invariance.blocks or not x.is_cuda else _way_of(asked, of_other, x, weight, residual, other, other_weight)
+    if way is None and other_weight is None:
+        return folding.scaled(asked, start, torch.cat([x, other], 1), weight, folded, residual)
     if way is None:
         beside = evaluation._evaluate(of_other, other, other_weight, None, None, None, None, None, None)
         return folding.scaled(asked, start, x, weight, folded, beside)
@@ -79,30 +82,32 @@ def _computed(
         y: Tensor = TORCH.empty(way.shape, x, device, way.order)
         vectors = folded[start : start + channels], folded[start + channels : start + 2 * channels]
         launcher = device.schedule_launcher([[launch]])
-        execute.launch(TORCH, device, launcher, (x, weight, *vectors, None, other, other_weight), (y,), 0)
-    name = repeat.key((start, *asked, *of_other), x, weight, other, other_weight, folded) if settled and repeat.possible() else None
+        execute.launch(TORCH, device, launcher, (x, weight, *vectors, residual, other, other_weight), (y,), 0)
+    name = repeat.key((start, *asked, *of_other), *operands) if settled and repeat.possible() else None
     if name is not None and name not in _again and folded.is_contiguous() and not device.capturing():
-        # x, weight, other, its weight, folded | y | workspace | none
-        ax, aw, ao, of, af, ay, _, none = ((i, 0) for i in range(8))
+        # x, weight, residual, other, its weight, folded | y | workspace | none
+        ax, aw, ar, ao, of, af, ay, *_ = ((i, 0) for i in range(9))
         each = folded.element_size()
-        places = ax, aw, (af[0], start * each), (af[0], (start + channels) * each), none, ao, of, ay
+        places = ax, aw, (af[0], start * each), (af[0], (start + channels) * each), ar, ao, of, ay
         results = [TORCH.maker(way.shape, y.dtype, y.device, way.order)]
-        _again.put(name, repeat.launch_sequence(TORCH, device, repeat.rebind_buffers([[launch]], places), y, 5, results, 0))
+        _again.put(name, repeat.launch_sequence(TORCH, device, repeat.rebind_buffers([[launch]], places), y, 6, results, 0))
     return y
 
 
 def _way_of(
-    asked: tuple[Any, ...], of_other: tuple[Any, ...], x: Tensor, weight: Tensor, other: Tensor, other_weight: Tensor
+    asked: tuple[Any, ...], of_other: tuple[Any, ...], x: Tensor, weight: Tensor, residual: Tensor | None, other: Tensor,
+    other_weight: Tensor | None,
 ) -> _Way | None:
     """How one launch computes both; None where two do."""
     ndim = weight.dim() - 2
     order = channels_last(weight.dim(), ndim)
-    if x.dim() != weight.dim() or other_weight.dim() != weight.dim() or order is None:
+    given = [one for one in (x, weight, other, other_weight, residual) if one is not None]
+    if order is None or any(one.dim() != weight.dim() for one in given) or len({(one.dtype, one.device) for one in given}) != 1:
         return None
-    given = x, weight, other, other_weight
-    if len({(one.dtype, one.device) for one in given}) != 1 or not all(TORCH.is_kernel_input(one, order) for one in given):
+    if not all(TORCH.is_kernel_input(one, order) for one in given):
         return None
-    return _way(_call_of(asked, ndim), _call_of(of_other, ndim), tuple(TORCH.signature(one) for one in given))
+    signatures = tuple(None if one is None else TORCH.signature(one) for one in (x, weight, other, other_weight))
+    return _way(_call_of(asked, ndim), _call_of(of_other, ndim) if of_other else None, signatures, residual is not None)
 
 
 def _call_of(asked: tuple[Any, ...], ndim: int) -> Call:
@@ -112,21 +117,34 @@ def _call_of(asked: tuple[Any, ...], ndim: int) -> Call:
 
 
 @lru_cache(maxsize=1024)
-def _way(call: Call, of_other: Call, signatures: tuple[Signature, ...]) -> _Way | None:
-    shapes, name = [one[0] for one in signatures], TORCH.dtype_name(signatures[0][1])
-    first, second = (
-        replace(one.problem((*shapes[2 * i : 2 * i + 2], None, None, None), name), layout="NHWC") for i, one in enumerate((call, of_other))
-    )
+def _way(call: Call, of_other: Call | None, signatures: tuple[Signature | None, ...], with_residual: bool) -> _Way | None:
+    of_x, of_weight, of_more, of_more_weight = signatures
+    assert of_x is not None and of_weight is not None and of_more is not None
+    name, device = TORCH.dtype_name(of_x[1]), TORCH.device(of_x, None)
+
+    def made(call: Call, shape: tuple[int, ...], of_filter: tuple[int, ...]) -> Any:
+        return replace(call.problem((shape, of_filter, None, None, None), name), layout="NHWC")
+
+    if of_other is None:  # the channels of both arrays are those of one filter
+        if of_x[0][2:] != of_more[0][2:] or of_x[0][0] != of_more[0][0]:
+            return None
+        whole = made(call, (of_x[0][0], of_x[0][1] + of_more[0][1], *of_x[0][2:]), of_weight[0])
+        first, second = replace(whole, C=of_x[0][1]), replace(whole, C=of_more[0][1], activation=None)
+    else:
+        assert of_more_weight is not None
+        first, second = made(call, of_x[0], of_weight[0]), made(of_other, of_more[0], of_more_weight[0])
     if first.result_shape != second.result_shape or 0 in first.result_shape or any(one.algorithm is not None for one in (first, second)):
         return None
-    first, device = replace(first, has_scale=True, has_bias=True, float_scale=first.itemsize == 2), TORCH.device(signatures[0], None)
+    first = replace(first, has_scale=True, has_bias=True, float_scale=first.itemsize == 2, has_residual=with_residual)
     if segments.why_not(first, second, device) is not None:
         return None
     us, tile = segments.choose(first, second, device)
-    apart = [engines.predicted(one, engines.choose(one, device), device) for one in (replace(first, has_residual=True), second)]
-    if any(one is None or us >= sum(filter(None, apart)) for one in apart):
+    alone = [replace(first, C=first.C + second.C)] if of_other is None else [replace(first, has_residual=True), second]
+    apart = [engines.predicted(one, engines.choose(one, device), device) for one in alone]
+    copied = joining_time(alone[0], device) if of_other is None else 0.0
+    if any(one is None or us >= sum(filter(None, apart)) + copied for one in apart):
         return None
-    launch = segments.launch(first, second, tile, device)
+    launch = segments.launch(first, second, tile, device, of_other is None)
     known = replace(launch, defines={**launch.defines, **launch.layer})
     shape, order = first.result_shape, channels_last(first.ndim + 2, first.ndim)
     assert order is not None
@@ -137,16 +155,21 @@ def _way(call: Call, of_other: Call, signatures: tuple[Signature, ...]) -> _Way 
 
 
 def _operator(
-    x: Tensor, weight: Tensor, other: Tensor, other_weight: Tensor, folded: Tensor, start: int, spec: Sequence[int], of_other: Sequence[int]
+    x: Tensor, weight: Tensor, residual: Tensor | None, other: Tensor, other_weight: Tensor | None, folded: Tensor, start: int,
+    spec: Sequence[int], of_other: Sequence[int],
 ) -> Tensor:
-    return two(asked_of(tuple(spec), 0.0), asked_of(tuple(of_other), 0.0), start, x, weight, other, other_weight, folded)
+    of_second = asked_of(tuple(of_other), 0.0) if of_other else ()
+    return two(asked_of(tuple(spec), 0.0), of_second, start, x, weight, residual, other, other_weight, folded)
 
 
-def _fake(x: Tensor, weight: Tensor, other: Any, other_weight: Any, folded: Any, start: int, spec: Any, of_other: Any) -> Any:
+def _fake(
+    x: Tensor, weight: Tensor, residual: Any, other: Any, other_weight: Any, folded: Any, start: int, spec: Any, of_other: Any
+) -> Any:
     return fake_result(x, weight, None, None, None, None, None, None, 0.0, spec)
 
 
 operators.define(
-    "two(Tensor x, Tensor weight, Tensor other, Tensor other_weight, Tensor folded, int start, int[] spec, int[] of_other) -> Tensor",
+    "two(Tensor x, Tensor weight, Tensor? residual, Tensor other, Tensor? other_weight, Tensor folded, int start, int[] spec, "
+    "int[] of_other) -> Tensor",
     _operator, _fake,
-)
+)  # fmt: skip

@@ -34,7 +34,7 @@ class _Folding(Targets):
         super().__init__(graph)
         self._folded: list[tuple[Node, Options, Norm, Any, torch.dtype]] = []
         #: the options of the second of two convolutions that one call sums
-        self._others: dict[Node, Options] = {}
+        self._others: dict[Node, Options | None] = {}
 
     def evaluate(
         self, options: Options, operands: Sequence[Any], dtype: torch.dtype, norm: Norm | None, residual: Any, early: bool
@@ -43,17 +43,22 @@ class _Folding(Targets):
         if norm is not None and early:
             made = self.graph.call_function(_unfinished, (x, weight, residual))
             self._folded.append((made, options, norm, operands[2], dtype))
+            self.waiting[made] = options
             return made
         bias = self.cast(operands[2], dtype)
         made = self.evaluate_alone(options, x, weight, bias, norm, residual)
         if norm is None and options.settings.padding_mode == "zeros":
-            if residual is not None:
-                self.summed[made] = options
-            elif options.activation is None:
+            self.evaluated[made] = options
+            if residual is None and options.activation is None:
                 self.plain[made] = options, x, weight, bias
         return made
 
-    def convolve_two(self, options: Options, of_other: Options, operands: Sequence[Any], norm: Norm, bias: Any) -> Node:
+    def convolve_parts(self, node: Node, parts: Sequence[Node]) -> None:
+        _, weight, residual = node.args
+        node.args = parts[0], weight, residual, parts[1], None
+        self._others[node] = None
+
+    def convolve_two(self, options: Options, of_other: Options | None, operands: Sequence[Any], norm: Norm, bias: Any) -> Node:
         made = self.graph.call_function(_unfinished, tuple(operands))
         self._folded.append((made, options, norm, bias, value(operands[1]).dtype))
         self._others[made] = of_other
@@ -249,9 +254,10 @@ def scaled_of(options: Options, start: int, place: str) -> Callable[..., Any]:
     return scaled
 
 
-def two_of(options: Options, of_other: Options, start: int, place: str) -> Callable[..., Any]:
-    """(x, weight, other, its weight, folded) -> the sum of two convolutions without gradients, with what lies at `start` in `folded`."""
-    asked, other, compute, is_cast = asked_of_chain(options, 0.0), asked_of_chain(of_other, 0.0), pairs.two, torch.is_autocast_enabled
+def two_of(options: Options, of_other: Options | None, start: int, place: str) -> Callable[..., Any]:
+    """(x, weight, residual, other, its weight, folded) -> the sum of two convolutions: see :func:`pycuda_conv.nn.pairs.two`."""
+    asked, compute, is_cast = asked_of_chain(options, 0.0), pairs.two, torch.is_autocast_enabled
+    other = () if of_other is None else asked_of_chain(of_other, 0.0)
 
     def summed(*operands: Any) -> Any:
         if is_cast(place):
@@ -310,7 +316,7 @@ def folding_of(how: Any, last: bool, gradient: bool) -> Callable[..., Any]:
     """(weight) -> the folded filter of a convolution behind an upsampling."""
 
     def folded(weight: Any) -> Any:
-        return upsampling.folded(weight, how) if gradient else upsampling.fold_filter(weight, how, last)
+        return upsampling.folded_recorded(weight, how, last) if gradient else upsampling.fold_filter(weight, how, last)
 
     return folded
 
@@ -378,7 +384,8 @@ class Operators(_Folding):
 
     def scale(self, node: Node, options: Options, start: int, folded: Node, place: str) -> None:
         if node in self._others:
-            specs = _spec(options), _spec(self._others[node])
+            other = self._others[node]
+            specs = _spec(options), [] if other is None else _spec(other)
             node.target, node.args = torch.ops.pycuda_conv.two.default, (*node.args, folded, start, *specs)
             return
         x, weight, residual = node.args

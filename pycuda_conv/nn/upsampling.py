@@ -1,7 +1,8 @@
 """Convolutions of upsampled images in calls that torch knows of.
 
-Where torch differentiates, its operations fold the filter (:func:`folded`) or enlarge the image (:func:`enlarged`), and their gradients are
-torch's. Elsewhere a launch of ours does: :func:`fold_filter`, :func:`enlarge`.
+A launch of ours folds a filter on a GPU (:func:`fold_filter`), and another its gradient (:func:`folded_recorded`); or one enlarges the
+image (:func:`enlarge`). Where compilers and transforms have to see operations, and for tensors of the CPU, they are torch's, with torch's
+gradients: :func:`folded`, :func:`enlarged`.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ def convolve(call: Call, operands: Operands, layout: str, compute: Callable[[Cal
         padding_value=0.0,
     )  # fmt: skip
     x = framed(x, how, call.padding_value) if any(map(any, how.frame)) else x
-    return compute(transposed, Operands(x, folded(w, how), *others))
+    return compute(transposed, Operands(x, folded_recorded(w, how, layout == "NHWC"), *others))
 
 
 def _check(call: Call, operands: Operands) -> None:
@@ -150,31 +151,59 @@ def _check(call: Call, operands: Operands) -> None:
         call._replace(dtype=None).problem(shapes, known)
 
 
-# ---- launches of ours, without gradients
+# ---- launches of ours
 
 
 @lru_cache(maxsize=1024)
-def _folds(how: Folding, dtype: str, given_last: bool, last: bool, device: Any) -> Any:
-    """The launcher that folds filters: (filter, folded one, workspace)."""
-    launch = launches.sum_taps(replace(how.problem, dtype=dtype), given_last, last, 1)
+def _folds(how: Folding, dtype: str, given_last: bool, last: bool, of_gradient: bool, device: Any) -> Any:
+    """The launcher that folds filters, or the gradients of folded ones: (filter, what is made, workspace)."""
+    launch = launches.sum_taps(replace(how.problem, dtype=dtype), given_last, last, 1, of_gradient)
     return device.schedule_launcher([[replace(launch, buffers=(0, 1))]])
 
 
 def fold_filter(w: Any, how: Folding, last: bool) -> Any:
     """:func:`folded` by one launch; with `last`, its second axis is last in memory."""
-    if not w.is_cuda:
-        return folded(w, how).contiguous()
+    return _summed(w, how, last, False) if w.is_cuda else folded(w, how).contiguous()
+
+
+def _summed(w: Any, how: Folding, last: bool, of_gradient: bool) -> Any:
+    """A filter on a GPU that is folded, or the filter's gradient from that of the folded one, by one launch."""
     signature, order = TORCH.signature(w), channels_last(w.dim(), w.dim() - 2)
     device = TORCH.device(signature, None)
     given_last = order is not None and not w.is_contiguous() and TORCH.is_laid_out_as(w, order)
+    problem = how.problem
+    shape = problem.weight_shape if of_gradient else problem.transposed_form.weight_shape
     with device:
         source = TORCH.as_kernel_input(w, order if given_last else None)
-        shape = how.problem.transposed_form.weight_shape
         made = TORCH.empty(shape, w, device, order if last else None)
     if made.numel():
-        launcher = _folds(how, TORCH.dtype_name(w.dtype), given_last, last, device)
+        launcher = _folds(how, TORCH.dtype_name(w.dtype), given_last, last, of_gradient, device)
         execute.launch(TORCH, device, launcher, (source.detach(),), (made,), 0)
     return made
+
+
+class _Folded(torch.autograd.Function):
+    """:func:`fold_filter`, and its gradient by one launch too."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Any, how: Folding, last: bool) -> Any:
+        ctx.how, ctx.given_last = how, not w.is_contiguous()
+        return fold_filter(w, how, last)
+
+    @staticmethod
+    def backward(ctx: Any, dv: Any) -> Any:
+        if torch.is_grad_enabled() or TORCH.traced(dv, dv, None):
+            with torch.enable_grad():
+                w = dv.new_zeros(ctx.how.problem.weight_shape).requires_grad_()
+                return torch.autograd.grad(folded(w, ctx.how), w, dv, create_graph=torch.is_grad_enabled())[0], None, None
+        return _summed(dv, ctx.how, ctx.given_last, True), None, None
+
+
+def folded_recorded(w: Any, how: Folding, last: bool) -> Any:
+    """:func:`fold_filter` where a gradient is recorded."""
+    if not w.is_cuda or TORCH.traced(w, w, None) or torch.compiler.is_dynamo_compiling():
+        return folded(w, how)
+    return _Folded.apply(w, how, last)
 
 
 @lru_cache(maxsize=1024)

@@ -81,7 +81,7 @@ def make(source: str, arch: str, made_by: Compiler, fresh: bool = False) -> byte
     """
 
     def build() -> bytes:
-        log.debug("compiling for %s: %s", arch, source[: source.index("#line")].replace("\n", " "))
+        log.debug("compiling for %s: %s", arch, source.partition("#line")[0].replace("\n", " "))
         return made_by.compile(source, arch)
 
     return _entry(source, arch, made_by).get(build, fresh)

@@ -27,7 +27,7 @@ from pycuda_conv.arrays import LAZY, STAND_IN, check_same_type, same_kind
 from pycuda_conv.call import Call, Operands
 from pycuda_conv.engines import streams
 from pycuda_conv.errors import ConvArgumentError, brief, did_you_mean
-from pycuda_conv.memo import remember_plans
+from pycuda_conv.memo import MOST, remember_plans
 from pycuda_conv.plan import Plan
 from pycuda_conv.problem import channels_last
 from pycuda_conv.runtime import get_device, pycuda_device
@@ -121,6 +121,10 @@ def convolve(call: Call, operands: Operands, state: Any, out: Any, device: Any, 
     if kind is LAZY or kind is STAND_IN or kind.imports:
         raise TypeError(f"state is for arrays of numpy, torch, CuPy and PyCUDA, but input is a {kind.name}")
     call = call.hashable()
+    name = _name(kind, call, operands, state) if out is device is stream is None else None
+    made = None if name is None else _made.get(name)
+    if made is not None:
+        return made.repeated(operands, state)
     x, layer = operands.input, layer_of(call, tuple(operands.weight.shape))
     axis = len(x.shape) - call.ndim
     if axis not in (1, 2):
@@ -147,7 +151,44 @@ def convolve(call: Call, operands: Operands, state: Any, out: Any, device: Any, 
     if kind.must_be_recorded(given, out is None and stream is None):
         return dispatch.handlers["torch"]().convolve(call, given, None if device is None else get_device(device).name, False), following
     plan, given = _plan(call, kind, given, device, kind.layout(x, call.ndim))
+    if name is not None and given.input is whole and given.weight is operands.weight and keeps <= n:
+        if len(_made) >= MOST:
+            _made.clear()
+        _made[name] = _Made(plan, axis, waiting > 0, whole.shape[axis], n - keeps)
     return plan(given.input, given.weight, given.bias, scale=given.scale, residual=given.residual, out=out, stream=stream), following
+
+
+class _Made(NamedTuple):
+    """A piece that was convolved before: plan and axis, whether the state is joined, how many inputs are read, where the rest begins."""
+
+    plan: Plan
+    axis: int
+    joins: bool
+    used: int
+    kept_from: int
+
+    def repeated(self, operands: Operands, state: Any) -> tuple[Any, Any]:
+        """The results of another such piece, and the state for the next."""
+        x, w, bias, scale, residual = operands
+        whole = _joined(state, x, self.axis) if self.joins else x
+        if whole.shape[self.axis] != self.used:
+            whole = _part(whole, self.axis, 0, self.used)
+        following = _kept(_part(x, self.axis, self.kept_from, x.shape[self.axis]))
+        return self.plan(whole, w, bias, scale=scale, residual=residual), following
+
+
+#: Pieces of torch's tensors that were convolved before, by what :func:`_name` says of them.
+_made: dict[Any, _Made] = {}
+
+
+def _name(kind: Any, call: Call, operands: Operands, state: Any) -> Any:
+    """What decides how a piece of torch's tensors on a GPU is convolved; None for others, and where torch has to know of the call."""
+    if kind.name != "torch.Tensor" or isinstance(state, str) or not hasattr(state, "stride") or not kind.on_gpu(operands.input):
+        return None
+    if state.requires_grad or kind.must_be_recorded(operands, True):
+        return None
+    arrays = (*operands, state)
+    return call, tuple(None if one is None else (type(one), one.shape, one.stride(), one.dtype, one.device) for one in arrays)
 
 
 def _reads_in_place(kind: Any, layer: Layer, operands: Operands, state: Any, out: Any, stream: Any) -> bool:

@@ -1,7 +1,4 @@
-// gemm_join.cuh: the blocks of a product add the parts of split sums themselves.
-//
-// After its last tile a block takes a ticket for each of its tiles. The block that gets a tile's last ticket adds the tile's parts in their
-// order, finishes and recomputes them. pack.cu sets tickets to zero first; they count to splits and wrap to zero.
+// gemm_join.cuh: the blocks of a product add the parts of split sums themselves, by tickets: see "Split" in hopper/gemm.cu.
 #pragma once
 
 // Adds and finishes the parts of a tile. A thread takes VEC neighbours at a time, and RUNS such vectors at once: their loads wait for memory
@@ -9,9 +6,7 @@
 DEVICE void add_parts(const GemmPhase& shape, const JoinArguments& join, const Tile& of, const float* parts, const out_t* bias, const out_t* scale,
                       const float* residual, float* y) {
   constexpr int ACROSS = (NHWC ? BLOCK_M : BLOCK_N) / VEC, ALL = BLOCK_M * BLOCK_N / VEC, APART = 128 * CONSUMERS, RUNS = VEC == 4 ? 4 : 8;
-  struct alignas(VEC * 4) Vector {
-    float v[VEC];
-  };
+  typedef Vec<float, VEC> Vector;
   for (int first = threadIdx.x - 128; first < ALL; first += RUNS * APART) {
     long long at[RUNS];  // offsets in y; -1 where there is nothing
     int k[RUNS];

@@ -1,7 +1,4 @@
 // gemm_load_im2col.cuh: the producer of hopper/gemm.cu. One thread loads the stages of w and x, tap by tap.
-//
-// TMA's im2col mode fetches BLOCK_N consecutive output pixels, shifted by a tap, across rows and images. Padding, and what lies past the last
-// image or channel, arrives as zeros. w is copied in blocks of 64 rows as pack.cu laid it, or read as it lies by tensor loads (WITH_MAP_W).
 #pragma once
 #include "hopper/taps.cuh"
 

@@ -1,6 +1,4 @@
-// gemm_moments.cuh: the mean of each channel of a slice of y, and the sum of squared deviations from it, for a batch norm (batch_norm.cu).
-//
-// A slice is one consumer's pixels of a tile. moments[slice][2][channel].
+// gemm_moments.cuh: the mean of each channel of a slice of y, one consumer's pixels of a tile, and the sum of squared deviations from it.
 #pragma once
 
 #if EMIT_MOMENTS

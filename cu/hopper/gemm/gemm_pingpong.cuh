@@ -1,6 +1,4 @@
-// gemm_pingpong.cuh: the consumers take whole tiles in turn, so that one multiplies while the other stores. One product, BLOCK_M = 128.
-//
-// turn[consumer] completes when the other consumer has taken all stages of its tile. Until then the parity of later stages is ambiguous.
+// gemm_pingpong.cuh: the consumers take whole tiles in turn, so that one multiplies while the other stores.
 #pragma once
 
 static_assert(PRODUCTS == 1 && BLOCK_M == 128 && !INTERLEAVE_COLUMNS, "a consumer has all sums of a tile");
@@ -31,18 +29,12 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, cons
     }
     if (threadIdx.x % 32 == 0) barrier_arrive(rings.turn + 8 * (1 - consumer));  // before the last products are done
     wgmma_wait<0>();
-    wgmma_arrived(sums[0]);
-    wgmma_arrived(sums[1]);
+    wgmma_arrived(sums);
     const bool any = range.count() > 0;
     if (any) rings.give_back(at, 1);
-    [[maybe_unused]] const float lost = lost_in(4 * range.count());
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-#pragma unroll
-      for (int i = 0; i < WGMMA_N / 2; ++i) {
-        sums[half][i] = any ? sums[half][i] : 0;
-        if (SCALED) sums[half][i] = with_lost(sums[half][i], lost);
-      }
+      end_sums<SCALED>(sums[half], any, lost_in(4 * range.count()));
       const Rows rows(shape, of, half, factors);
       if (half == 0) stage_output_offsets(rows, shape, consumer, factors, output);
       store_sums(sums[half], rows, shapes, tile, consumer, output);

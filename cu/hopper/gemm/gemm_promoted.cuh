@@ -1,8 +1,5 @@
-// gemm_promoted.cuh: three products, hi.hi, hi.lo and lo.hi, of tiles that the two consumers share; or two, where x has one limb.
-//
-// The tensor core's own sum truncates, so the kernel adds it to fp32 registers (total) every 64 of k: promotion. In NCHW a
-// finished tile waits in `total` until the next tile's first stages are under way, and is stored beside them. Nothing can be promoted meanwhile,
-// so of the second stage only a part is multiplied then: a main sum over two stages would lose more to truncation.
+// gemm_promoted.cuh: three products, hi.hi, hi.lo and lo.hi, of tiles that the two consumers share; or two, where x has one limb. While a finished tile
+// waits in `total` and is stored, only a part of the next tile's second stage is multiplied: a main sum over two stages would lose more to truncation.
 #pragma once
 
 constexpr bool OVERLAP = !TENSOR_STORE;
@@ -45,8 +42,7 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, cons
     if (both) at.next();
     wgmma_wait<1>();
     wgmma_arrived(main);
-#pragma unroll
-    for (int i = 0; i < WGMMA_N / 2; ++i) total[i] += main[i];
+    each(total, main, [](float& sum, float more) { sum += more; });
     wgmma_wait<0>();
     wgmma_arrived(cross);
     rings.give_back(at, 1);
@@ -58,8 +54,8 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, cons
     const StageRange range = range_of(shape, of);
     const int stages = range.count();
     if (MAY_ADD && !OVERLAP) {  // both are overwritten, but the compiler would keep their registers while the tile before is stored
-#pragma unroll
-      for (int i = 0; i < WGMMA_N / 2; ++i) main[i] = cross[i] = 0;
+      clear(main);
+      clear(cross);
     }
     if (stages > 0) multiply_early(false);
     if (stages > 1) multiply_early(true);

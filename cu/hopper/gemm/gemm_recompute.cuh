@@ -1,7 +1,4 @@
-// gemm_recompute.cuh: blocks compute their flagged results once more in plain fp32, where a number did not fit its limbs (recompute.cuh).
-//
-// The consumers look at the flags of images and channels of w (pack.cu) while the first loads are under way. If any is set, they go through
-// the block's tiles once more after its last tile.
+// gemm_recompute.cuh: blocks compute their flagged results once more in plain fp32: see "Mending" in hopper/gemm.cu.
 #pragma once
 
 // Whether this thread of the consumers finds a flagged image or channel.

@@ -19,12 +19,7 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, cons
     });
     const bool any = range.count() > 0;
     if (any) rings.give_back(at, 1);
-    [[maybe_unused]] const float lost = scaled(shape) ? lost_in(4 * range.count()) : 0;  // the rounding of 16-bit operands hides what is lost
-#pragma unroll
-    for (int i = 0; i < WGMMA_N / 2; ++i) {
-      sums[0][i] = any ? sums[0][i] : 0;
-      if (SCALED) sums[0][i] = with_lost(sums[0][i], lost);
-    }
+    end_sums<SCALED>(sums, any, scaled(shape) ? lost_in(4 * range.count()) : 0);
     store_sums(sums[0], rows, shapes, tile, consumer, output);
   }
   if (TENSOR_STORE && threadIdx.x % 128 == 0) bulk_wait_read<0>();  // shared memory must outlive what is read from it

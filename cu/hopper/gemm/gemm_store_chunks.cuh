@@ -40,9 +40,7 @@ template <int base, class Phase> DEVICE void store_chunk(const float (&sum)[WGMM
   const int across = lane % ACROSS * VEC, down = lane / ACROSS, pixel0 = rows.pixel + base;
   const int m0 = rows.m + threadIdx.x % 128 / 32 * 16, k0 = rows.group * (int)shape.rows_group + m0;  // this warp's channels
   y += rows.split * shape.out_part;
-  struct alignas(VEC * sizeof(out_t)) Vector {
-    out_t v[VEC];
-  };
+  typedef Vec<out_t, VEC> Vector;
 #if NHWC
   const int last = m0 + across < (int)shape.rows_group ? min(width, rows.end - pixel0) : 0;
   const int first = k0 + across;
@@ -74,13 +72,10 @@ template <int base, class Phase> DEVICE void store_chunk(const float (&sum)[WGMM
       for (int j = i; j < i + BATCH; ++j) added[j - i] = down + j * STEP < last ? *(const Vector*)(residual + place(j)) : Vector();
     const float* const from = staging + (down + i * STEP) * PITCH + across;
     float v[VEC];
-    Vector out;
 #pragma unroll
     for (int e = 0; e < VEC; ++e) v[e] = MAY_ADD ? from[e] + (adds(shape) ? to_float(added[i % BATCH].v[e]) : -0.f) : from[e];
     if (MAY_ADD) activate(shape, v);
-#pragma unroll
-    for (int e = 0; e < VEC; ++e) out.v[e] = from_float<out_t>(v[e]);
-    if (down + i * STEP < last) store_word(y + place(i), *(const word<Vector>*)&out);
+    if (down + i * STEP < last) store_rounded(y + place(i), v);
   }
 }
 

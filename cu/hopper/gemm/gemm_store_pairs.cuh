@@ -12,9 +12,6 @@ constexpr int STAGING = 4 * INTERLEAVED;  // bytes of a consumer
 // pixels, behind one piece of free room: once a piece has been read, its own room and that before it hold rows of y.
 template <class Phase>
 DEVICE void store_tile(const float (&sum)[WGMMA_N / 2], const Rows& rows, const Phase& shape, int tile, int, const Output& output) {
-  struct alignas(2 * sizeof(out_t)) Vector {
-    out_t v[2];
-  };
   const int lane = threadIdx.x % 32, m = rows.m + threadIdx.x % 128 / 32 * 16;
   const bool second = tile % 2;
   uint8_t* const kept = output.staging + threadIdx.x % 128 / 32 * INTERLEAVED;
@@ -58,8 +55,7 @@ DEVICE void store_tile(const float (&sum)[WGMMA_N / 2], const Rows& rows, const 
         for (int row = 0; row < 8; ++row) {
           if (!real || m + 8 * half + row >= (int)shape.rows_group) continue;
           const float2 both = ((const float2*)(turned + place(row, lane / 2)))[lane % 2];
-          const Vector out = {from_float<out_t>(both.x), from_float<out_t>(both.y)};
-          store_word(to + (8 * half + row) * shape.out_row, *(const word<Vector>*)&out);
+          store_rounded(to + (8 * half + row) * shape.out_row, {both.x, both.y});
         }
       }
     }

@@ -25,46 +25,43 @@ DEVICE void store_chunk(const float (&sum)[WGMMA_N / 2], const Rows& rows, const
           if (m < (int)shape.rows_group && pixel < rows.end) added[i][half][e] = output.residual[pixel * shape.rows + rows.group * (int)shape.rows_group + m];
         }
   }
-  // the store before last has read this tile; if a consumer's chunks are odd in number, the first tile's last store is the very last one
-  if (thread == 0) bulk_wait_read<base == 0 && WGMMA_N / CHUNK % 2 ? 0 : 1>();
-  named_barrier(1 + consumer, 128);
+  auto fill = [&] {
 #pragma unroll
-  for (int i = 0; i < CHUNK / 8; ++i) {
-    float v[4];  // [half of the rows][neighbouring pixels]
-    const int column = 8 * i + 2 * (lane % 4);
-    const float2 scale = SCALED ? *(const float2*)(output.scales + base + column) : make_float2(1, 1);
+    for (int i = 0; i < CHUNK / 8; ++i) {
+      float v[4];  // [half of the rows][neighbouring pixels]
+      const int column = 8 * i + 2 * (lane % 4);
+      const float2 scale = SCALED ? *(const float2*)(output.scales + base + column) : make_float2(1, 1);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int at = 4 * (base / 8 + i) + 2 * half;
+      for (int half = 0; half < 2; ++half) {
+        const int at = 4 * (base / 8 + i) + 2 * half;
 #pragma unroll
-      for (int e = 0; e < 2; ++e)
-        v[2 * half + e] =
-            rows.finish[half].whole(shape, sum[at + e], (e ? scale.y : scale.x) * rows.scale_w[half], adds(shape) ? to_float(added[i][half][e]) : -0.f);
-    }
-    activate(shape, v);
-#if OUT == 32
-    // two boxes of 32 channels
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int row = 16 * warp + lane / 4 + 8 * half;
-        *(float*)(tile + row / 32 * (CHUNK * 128) + swizzled(column + e, row % 32 / 4) + row % 4 * 4) = v[2 * half + e];
+        for (int e = 0; e < 2; ++e)
+          v[2 * half + e] =
+              rows.finish[half].whole(shape, sum[at + e], (e ? scale.y : scale.x) * rows.scale_w[half], adds(shape) ? to_float(added[i][half][e]) : -0.f);
       }
+      activate(shape, v);
+#if OUT == 32
+      // two boxes of 32 channels
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int row = 16 * warp + lane / 4 + 8 * half;
+          *(float*)(tile + row / 32 * (CHUNK * 128) + swizzled(column + e, row % 32 / 4) + row % 4 * 4) = v[2 * half + e];
+        }
 #else
-    // 8 x 8 blocks of 16-bit numbers, transposed, one row of 8 channels a lane
-    const uint32_t packed[2] = {word_of(from_float<out_t>(v[0]), from_float<out_t>(v[1])), word_of(from_float<out_t>(v[2]), from_float<out_t>(v[3]))};
-    store_transposed(shared_address(tile) + swizzled(8 * i + lane % 8, 2 * warp + lane / 8 % 2), packed);
+      // 8 x 8 blocks of 16-bit numbers, transposed, one row of 8 channels a lane
+      const uint32_t packed[2] = {word_of(from_float<out_t>(v[0]), from_float<out_t>(v[1])), word_of(from_float<out_t>(v[2]), from_float<out_t>(v[3]))};
+      store_transposed(shared_address(tile) + swizzled(8 * i + lane % 8, 2 * warp + lane / 8 % 2), packed);
 #endif
-  }
-  fence_for_bulk();
-  named_barrier(1 + consumer, 128);
-  if (thread == 0) {
+    }
+  };
+  // the store before last has read this tile; if a consumer's chunks are odd in number, the first tile's last store is the very last one
+  store_through_room<base == 0 && WGMMA_N / CHUNK % 2 ? 0 : 1>(consumer, fill, [&] {
 #pragma unroll
     for (int part = 0; part < (int)sizeof(out_t) / 2; ++part)
       store_box(output.map_y, shared_address(tile) + part * CHUNK * 128, rows.m + part * 32, rows.group, rows.pixel + base, rows.split);
-    bulk_commit();
-  }
+  });
 }
 
 // Stores a consumer's 64 channels of a tile.

@@ -269,7 +269,9 @@ COST = costs("hopper.dense")
 
 def border_time(source: ConvProblem, config: DenseNhwc) -> float:
     """Microseconds that the sides of a result take beside the time of the wider image's."""
-    return COST.SIDES_TIME * ceil(len(regions(source) or ()) - 1, PHASES)
+    launches = ceil(len(regions(source) or ()) - 1, PHASES)
+    summed = source.operand_channels // source.groups * source.filter_size[2] if source.direction == "dgrad" else 0
+    return launches * (COST.SIDES_TIME + COST.SIDE_SUMMAND * summed)
 
 
 def schedule(problem: ConvProblem, config: DenseNhwc, device: Device, with_moments: bool = False) -> Schedule:

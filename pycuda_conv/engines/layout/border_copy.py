@@ -105,7 +105,7 @@ def copy(problem: ConvProblem, to: BufferSlice, device: Device) -> KernelLaunch:
 
 LEAST_ROWS = 64  # rows from which border_rows copies them: a thread has some of them, one below the other
 LANES = (256, 128, 64, 32, 16, 8)  # threads along a line
-ROWS_EACH = (16, 8, 4)  # rows of a thread
+ROWS_EACH = (16, 8)  # rows of a thread, a multiple of those that it loads at once
 MANY_BLOCKS = 4 * 132
 
 

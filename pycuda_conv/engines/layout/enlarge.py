@@ -44,26 +44,30 @@ def enlarge(problem: ConvProblem, to: BufferSlice) -> KernelLaunch:
     return KernelLaunch("enlarge", defines, ceil(size, THREADS), THREADS, (INPUT, to), (), "upsampled", arguments=args)
 
 
-def sum_taps(problem: ConvProblem, given_last: bool, last: bool, to: BufferSlice) -> KernelLaunch:
-    """Make the filter of the :attr:`ConvProblem.transposed_form` of a `problem` that is folded.
+def sum_taps(problem: ConvProblem, given_last: bool, last: bool, to: BufferSlice, of_gradient: bool = False) -> KernelLaunch:
+    """Make the filter of the :attr:`ConvProblem.transposed_form` of a `problem` that is folded; or of that filter's gradient the problem's.
 
-    With `given_last` the filter's second axis is last in memory; with `last`, that of the one that is made.
+    With `given_last` the second axis of what is given is last in memory; with `last`, that of what is made.
     """
-    made, (t, r, s) = problem.transposed_form, problem.filter_size
-    rows, channels, taps = problem.K // problem.groups, problem.C // problem.groups, math.prod(made.filter_size)
-    given = t * r * s
+    sizes, empty = (problem.filter_size, problem.transposed_form.filter_size), [before for before, _ in problem.empty_taps]
+    rows, channels = problem.K // problem.groups, problem.C // problem.groups
+    if of_gradient:  # a tap of the filter is in as many sums, which are neighbours in the other order too
+        empty = [before + n - m for before, n, m in zip(empty, *sizes, strict=True)]
+        sizes, rows, channels = sizes[::-1], channels, rows
+    (t, r, s), made = sizes
+    taps, given = math.prod(made), t * r * s
     steps = (given * channels, 1, channels) if given_last else (given * channels, given, 1)
     most = MOST // 2 if problem.dtype == "float64" else MOST
     across = max(1, min(channels, most // given))
     tiles, tiles_k = ceil(channels, across), ceil(rows, ROWS)
     args = arguments(
         SumTapsArguments, rows=rows, channels=channels, across=across, tiles=tiles, tiles_k=tiles_k, given=given, taps=taps,
-        r_taps=made.filter_size[1], s_taps=made.filter_size[2], run=across * given, shared=int(given <= most), last=int(last),
+        r_taps=made[1], s_taps=made[2], run=across * given, shared=int(given <= most), last=int(last),
         given_last=int(given_last), t=t, r=r, s=s, **by_axis("times_", problem.upsample),
-        **by_axis("empty_", [before for before, _ in problem.empty_taps]),
+        **by_axis("empty_", empty),
         **dict(zip(("row_step", "channel_step", "tap_step"), steps, strict=True)),
     )  # fmt: skip
-    big = max(problem.C * rows * taps, problem.K * channels * given) >= 2**31 - 2**20
+    big = problem.groups * rows * channels * max(taps, given) >= 2**31 - 2**20
     defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(big), "THREADS": THREADS}
     return KernelLaunch("sum_taps", defines, tiles * tiles_k * problem.groups, THREADS, (WEIGHT, to), (), arguments=args)
 

@@ -104,9 +104,9 @@ class _Cut:
             total = pixels.N * pixels.plane
         else:
             tiles, down, total = pixels.K, THREADS, pixels.N * pixels.plane // vector
-        # enough blocks for the GPU and none beyond, each with at least one item for every thread
+        # enough blocks for the GPU, each with at least one item for every thread; with channels last, where all run at once, none beyond
         blocks = each["NHWC" if pixels.channels_last else "NCHW"] * multiprocessors
-        slices = min(max(blocks // tiles, 1), -(-total // down))
+        slices = min(max(blocks // tiles, 1) if pixels.channels_last else -(-blocks // tiles), -(-total // down))
         return cls(pixels, vector, tiles, total, -(-total // slices))
 
     @property

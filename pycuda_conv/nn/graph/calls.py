@@ -54,10 +54,12 @@ class Targets:
         self.graph = graph
         #: the parameters that are cast at the graph's start, with their types, and the nodes that stand for the results
         self.early: dict[tuple[Node, torch.dtype], Node] = {}
-        #: the nodes of convolutions without anything behind them, with their options and operands; the options of those with a
-        #: residual; and the nodes of group norms, with the names of their steps. Calls have operands as ``evaluation._evaluate`` has
+        #: the nodes of convolutions without anything behind them, with their options and operands; the options of all whose borders
+        #: are zeros, and of those whose norm is read at the graph's start; and the nodes of group norms, with the names of their steps.
+        #: Calls have operands as ``evaluation._evaluate`` has
         self.plain: dict[Node, tuple[Options, Any, Any, Any]] = {}
-        self.summed: dict[Node, Options] = {}
+        self.evaluated: dict[Node, Options] = {}
+        self.waiting: dict[Node, Options] = {}
         self.normed: dict[Node, tuple[Asked, tuple[str, ...]]] = {}
 
     def cast(self, node: Any, dtype: torch.dtype) -> Any:
@@ -90,11 +92,16 @@ class Targets:
         """
         raise NotImplementedError
 
-    def convolve_two(self, options: Options, of_other: Options, operands: Sequence[Any], norm: Norm, bias: Any) -> Node:
-        """The sum of two convolutions without gradients and an activation; `operands` are an input and a filter of each.
+    def convolve_two(self, options: Options, of_other: Options | None, operands: Sequence[Any], norm: Norm, bias: Any) -> Node:
+        """The sum of two convolutions without gradients and an activation: see :func:`pycuda_conv.nn.pairs.two`.
 
-        The summands of the norm and the bias, which are added, can be read at the graph's start.
+        `operands` are input, filter, residual, and the other's input and filter. The summands of the norm and the bias, which are added,
+        can be read at the graph's start.
         """
+        raise NotImplementedError
+
+    def convolve_parts(self, node: Node, parts: Sequence[Node]) -> None:
+        """Let a call that waits for its norm read two arrays in place of their concatenation."""
         raise NotImplementedError
 
     def finish(self) -> None:

@@ -261,11 +261,15 @@ class Rewrite:
         before = (n for n in self.nodes[: self.order[chain.last]] if n is not None)
         return not any(its & self.effects_of(n)[1] for n in before)
 
+    def drop(self, node: Node) -> None:
+        """Delete a step that nothing reads any more."""
+        self.nodes[self.order.pop(node)] = None
+        self.graph.erase_node(node)
+
     def drop_counter(self, chain: Chain) -> None:
         """Delete the step that counts batches, if the chain's own call does that."""
         if chain.counter is not None:
-            self.nodes[self.order.pop(chain.counter)] = None
-            self.graph.erase_node(chain.counter)
+            self.drop(chain.counter)
 
     def take_late_activation(self, chain: Chain, node: Node | None) -> None:
         """Put an activation into a chain that stands behind `node` and other steps that change the shape alone, if it can be."""
@@ -281,9 +285,8 @@ class Rewrite:
     def drop_late(self, chain: Chain) -> None:
         """Delete the step of an activation that the chain's own call computes."""
         if chain.late is not None:
-            self.nodes[self.order.pop(chain.late)] = None
             chain.late.replace_all_uses_with(chain.late.args[0])
-            self.graph.erase_node(chain.late)
+            self.drop(chain.late)
 
     def replace(self, nodes: Sequence[Node], new: Node, writes: Sequence[Node] = ()) -> None:
         """Let `new` take the place of the last of `nodes`, and delete them all. The other nodes keep their numbers in the order."""

@@ -1,9 +1,10 @@
-// cluster.cuh: the CLUSTER blocks of a cluster each sum a part of a tile's gemm k, and add these sums up together.
+// cluster.cuh: blocks of a cluster read one another's shared memory (Hopper). Those that share a tile, CLUSTER of them, each sum a part of its gemm k, and add
+// these sums up together.
 //
 // Each block leaves its sums in its shared memory, as rows of `pitch` floats. Then each block adds some of the rows over all blocks, in their order.
 // CLUSTER, a constant, is set before this is included. With PAIR two blocks have tiles of their own, and load for each other what both read.
 #pragma once
-#include "hopper/ptx.cuh"
+#include "core/packed.cuh"
 #ifndef PAIR
 #define PAIR 0
 #endif

@@ -1,0 +1,348 @@
+"""The engines' cases (tests/cases), each held to what every engine is held to: without a GPU on the simulated machine, and on an sm_90 GPU."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from functools import cache, partial
+
+import cases
+import numpy as np
+import pytest
+import simt
+from alike import check_compiled, check_epilogue, check_moments, check_refused_on, check_steps, like_h200, random_problems
+from filters import check_precise
+from modes import H200, allowed, asked, dtype_of
+from on_gpu import Arrays, check_on_gpu, plans_of
+from ranges import check_not_finite, check_scenario, data
+from reference import NVCC, assert_close, assert_exact
+
+from pycuda_conv import ConvProblem, Plan, engines
+from pycuda_conv.engines import registry
+from pycuda_conv.engines.geometry import divider
+from pycuda_conv.runtime.base import KernelLaunch
+from pycuda_conv.runtime.target import Target
+
+simulated = pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
+EVERY = list(cases.every())
+
+
+def each(field: str, *, also: str = "") -> list:
+    """A parameter for each entry of a field of every engine's cases: the cases, and the entry."""
+    found = []
+    for of in EVERY:
+        entries = getattr(of, also) if also and getattr(of, also) is not None else getattr(of, field)
+        found += [pytest.param(of, entry, id=f"{of}-{word_of(entry)}") for entry in entries]
+    return found
+
+
+def word_of(entry) -> str:
+    """A run as its mode, its configuration's numbers, and its case."""
+    case, mode, config, *_ = entry
+    numbers = "" if isinstance(config, list | tuple) else "_".join(map(str, vars(config).values())) + "-"
+    return f"{mode}-{numbers}{case}"
+
+
+def named(name: str) -> cases.Cases:
+    """The cases of that name."""
+    return next(of for of in EVERY if of.name == name)
+
+
+def with_(field: str) -> list:
+    """The cases of the engines that have a field."""
+    return [pytest.param(of, id=of.name) for of in EVERY if getattr(of, field)]
+
+
+def problem_of(what, *mode: str) -> ConvProblem:
+    """A problem, or that of a case in a mode."""
+    return asked(what, *mode) if mode else what
+
+
+def test_every_engine_has_cases():
+    assert not [engine.__name__ for engine in registry.ENGINES if cases.of(engine) is None and cases.name_of(engine) not in ELSEWHERE]
+    assert not [name for name in ELSEWHERE if name in {of.name for of in EVERY}], "has cases by now"
+
+
+#: Engines whose tests are no data yet: the portable ones run on every device of the machine, the others are emulated.
+ELSEWHERE = {
+    "nhwc": "test_depthwise_nhwc.py", "blocks": "test_block_fft.py", "library_fft": "test_library_fft.py", "fft": "test_fft.py", "direct": "test_kernels.py",
+    "patch_wgrad": "test_patch_wgrad.py", "direct_gemm": "test_kernels.py", "dmma": "test_dmma.py", "mma_gemm": "test_implicit_gemm.py", "hopper_gemm": "test_implicit_gemm.py",
+    "via_nhwc": "test_via_nhwc.py", "bordered": "test_borders.py", "upsampled": "test_upsampling.py",
+}  # fmt: skip
+
+
+# ---- on the simulated machine
+
+
+def launches_of(of: cases.Cases, run: cases.Run, with_moments: bool = False) -> list[KernelLaunch]:
+    """All that a run may launch."""
+    program = of.engine.schedule(asked(*run[:2]).launched, run[2], H200, with_moments)
+    return [launch for steps in (program.whole, program.filter_last or ()) for step in steps for launch in step]
+
+
+@pytest.mark.parametrize("of", with_("runs"))
+def test_the_runs_have_every_value_of_every_define(of):
+    """Of a size that has more than three values, the smallest and the largest; of stages in shared memory any."""
+    launches = [launch for run in of.runs for launch in launches_of(of, run)] + [launch for run in of.noted for launch in launches_of(of, run, True)]
+    met = {(launch.file or launch.kernel, *define) for launch in launches for define in launch.defines.items()}
+    own = {file for file, *_ in met}
+    choices = [(family.file, name, values) for family in of.engine.variants(H200) if family.file in own for name, values in family.choices.items() if name != "STAGES"]
+    wanted = {(file, name, value) for file, name, values in choices for value in (values if len(values) <= 3 or name.endswith("TYPE") else (min(values), max(values)))}
+    assert {(name, value) for _, name, value in wanted - met} == set(of.unseen)
+
+
+@simulated
+@pytest.mark.parametrize(("of", "run"), each("runs"))
+def test_the_text_computes_the_convolution(of, run):
+    """Integers exactly, random data within the bound; by turns with a kept filter and with one whose channels are last in memory."""
+    case, mode, config = run
+    problem, number, arrays = asked(case, mode), of.runs.index(run), case.integers(dtype_of(mode))
+    program, ref = of.engine.schedule(problem.launched, config, H200), case.reference(*arrays)
+    assert_exact(simt.computed(problem, config, *arrays, seeds=(1,)), ref, config)
+    ways = [{"kept": True}] * bool(program.filter_bytes) + [{"filter_last": True}] * bool(program.filter_last)
+    assert_exact(simt.computed(problem, config, *arrays, seeds=(2,), **(ways[number % len(ways)] if ways else {})), ref, config)
+    arrays = case.normals(dtype_of(mode), seed=1)
+    ref = case.reference(*arrays)
+    assert_close(simt.computed(problem, config, *arrays, seeds=(3,)), ref, allowed(case, mode, arrays, ref), config)
+
+
+@simulated
+@pytest.mark.parametrize("multiprocessors", [1, 7, 1000])
+@pytest.mark.parametrize(("of", "run"), each("grids"))
+def test_blocks_of_many_tiles_and_of_one(of, run, multiprocessors):
+    case, mode, config = run
+    arrays = case.integers(dtype_of(mode))
+    assert_exact(simt.computed(asked(case, mode), config, *arrays, seeds=(1,), multiprocessors=multiprocessors), case.reference(*arrays), config)
+
+
+@simulated
+@pytest.mark.parametrize(("of", "entry"), each("orders"))
+def test_one_order_of_sums_gives_the_same_bits(of, entry):
+    case, mode, configs, orders = entry
+    arrays, found = case.normals(dtype_of(mode), seed=3), {}
+    for i, config in enumerate(configs):
+        order = of.engine.sum_order(asked(case, mode).launched, config)
+        found.setdefault(order, set()).add(simt.computed(asked(case, mode), config, *arrays, seeds=(i,)).tobytes())
+    assert len(found) == orders and all(len(bits) == 1 for bits in found.values()) and len(configs) > orders
+
+
+@simulated
+@pytest.mark.parametrize(("of", "entry"), each("finished"))
+def test_what_finishes_a_sum(of, entry):
+    """Bias, scale, residual and ReLU; then each activation, with a residual and without."""
+    check_epilogue(*entry)
+
+
+@simulated
+@pytest.mark.parametrize(("of", "run"), each("noted"))
+def test_moments_are_noted(of, run):
+    case, mode, config = run
+    check_moments(asked(case, mode), config, case.normals(dtype_of(mode), seed=1), partial(simt.run, seed=1))
+
+
+@simulated
+@pytest.mark.parametrize(("of", "run", "name"), [pytest.param(of, run, name, id=f"{of}-{i}-{name}") for of in EVERY for i, (run, names) in enumerate(of.arguments) for name in names.split()])
+def test_a_wrong_argument_is_noticed(of, run, name, monkeypatch):
+    """Smaller by one, or larger by one: the results are others, or the machine says what a kernel must not do."""
+    case, mode, config = run
+    arrays, schedule = case.integers(dtype_of(mode)), of.engine.schedule
+    ref = case.reference(*arrays)
+
+    def computed(by: int) -> np.ndarray:
+        def changed(step):
+            if step.kernel != of.kernel:
+                return step
+            first, *others = step.structs
+            value = getattr(first, name) + by
+            values = {name: value, **({f"by_{name}": divider(value)} if f"by_{name}" in first._fields and value > 0 else {})}
+            return replace(step, arguments=(first._replace(**values), *others))
+
+        def wrong(*given):
+            program = schedule(*given)
+            return replace(program, whole=[[changed(step) for step in steps] for steps in program.whole])
+
+        monkeypatch.setattr(of.engine, "schedule", wrong)
+        return simt.computed(asked(case, mode), config, *arrays, seeds=(1,))
+
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        for by in (-1, 1):
+            assert_exact(computed(by), ref)
+
+
+@simulated
+@pytest.mark.parametrize(("of", "run"), each("not_finite"))
+def test_what_is_not_finite_reaches_its_own_results_only(of, run):
+    case, mode, config = run
+    check_not_finite(case, mode, lambda *arrays: simt.computed(asked(case, mode), config, *arrays, seeds=(1,)))
+
+
+def of_ranges(field: str, also: str = "") -> list:
+    """A parameter for each range of numbers of a run."""
+    return [pytest.param(*one.values, scenario, id=f"{one.id}-{scenario}") for one in each(field, also=also) for scenario in one.values[1][3]]
+
+
+@simulated
+@pytest.mark.parametrize(("of", "entry", "scenario"), of_ranges("ranged"))
+def test_every_range_is_kept(of, entry, scenario):
+    case, mode, config, _ = entry
+    x, w = data(scenario, case)
+    check_scenario(case, mode, x, w, simt.computed(asked(case, mode), config, x, w, seeds=(1,)), scenario)
+
+
+@simulated
+@pytest.mark.parametrize(("of", "run"), each("precise"))
+def test_float32_is_honest(of, run):
+    case, mode, config = run
+    check_precise(lambda case, *arrays: simt.computed(asked(case, mode), config, *arrays), case)
+
+
+@cache
+def whole(name: str, number: int) -> np.ndarray:
+    """What a kernel that will be broken computes while nothing is."""
+    broken = named(name).broken[number]
+    case, mode, config = broken.run
+    arrays = broken.arrays(case, dtype_of(mode))
+    return simt.computed(asked(case, mode), config, *arrays, seeds=(0,), multiprocessors=broken.multiprocessors)
+
+
+BROKEN = [pytest.param(of, i, line, id=f"{of}-{line[0].strip()[:50]}") for of in EVERY for i, one in enumerate(of.broken) for line in one.lines]
+
+
+@simulated
+@pytest.mark.parametrize(("of", "number", "line"), BROKEN)
+def test_a_broken_kernel_is_noticed(of, number, line):
+    """The results are others, or the machine says what a kernel must not do."""
+    broken = of.broken[number]
+    case, mode, config = broken.run
+    arrays = broken.arrays(case, dtype_of(mode))
+    with np.errstate(all="ignore"):
+        right = whole(of.name, number)
+        with pytest.raises(AssertionError):
+            for seed in broken.seeds:
+                options = {"seeds": (seed,), "broken": line, "multiprocessors": broken.multiprocessors}
+                wrong = simt.computed(asked(case, mode), config, *arrays, **options)
+                same = wrong.tobytes() == right.tobytes()
+                assert same
+
+
+# ---- what is legal, and the choice
+
+
+REFUSED = [pytest.param(problem_of(*what), config, reason, id=f"{of}-{reason}-{i}") for of in EVERY for i, (*what, config, reason) in enumerate(of.refused)]
+
+
+@pytest.mark.parametrize(("problem", "config", "reason"), REFUSED)
+def test_a_configuration_says_why_it_cannot(problem, config, reason):
+    check_refused_on(H200, problem, config, reason)
+
+
+@pytest.mark.parametrize("of", with_("devices"))
+def test_devices_that_have_it_and_others(of):
+    case, mode, config = of.runs[0]
+    for (capability, backend), runs in of.devices.items():
+        assert (engines.refusal(asked(case, mode), config, like_h200(capability, backend)) is None) == runs, (capability, backend)
+
+
+@pytest.mark.parametrize(("of", "architecture"), [pytest.param(of, one, id=f"{of}-{one}") for of in EVERY if of.layers for one in of.layers.architectures])
+def test_choices_are_legal_and_their_texts_listed(of, architecture):
+    """Of random layers: what is chosen is a candidate; candidates are legal, have a time, and one's launches are listed."""
+    device, r, met = Target(architecture), random.Random(4), 0
+    engine, listed = of.engine, list(of.engine.variants(device))
+    files = {family.file for family in listed}
+    for problem in random_problems(r, of.layers.families, of.layers.each, of.layers.kinds):
+        found, chosen = list(engine.configs(problem, device)), engine.choose(problem, device)
+        assert (chosen is None) == (not found) and (chosen is None or chosen[1] in found), problem
+        if not found:
+            continue
+        met += 1
+        assert all(engines.refusal(problem, config, device) is None for config in found), problem
+        times = {config: engine.time(problem, config, device) for config in found}
+        assert all(0 < us < 1e6 for us in times.values()) and chosen[0] == times[chosen[1]] <= 1.001 * min(times.values()), problem
+        for config in {chosen[1], *r.sample(found, min(3, len(found)))}:
+            program = engine.schedule(problem, config, device)
+            launches = [launch for steps in (program.whole, program.filter_last or ()) for step in steps for launch in step]
+            assert all(0 < launch.grid < 2**31 and launch.shared <= 227 * 1024 for launch in launches)
+            assert all(any(launch in one for one in listed) for launch in launches if (launch.file or launch.kernel) in files), config
+    assert met >= of.layers.least
+
+
+CHOSEN = [pytest.param(of, problem_of(*what), chosen, id=f"{of}-{i}") for of in EVERY for i, (*what, chosen) in enumerate(of.chosen)]
+
+
+@pytest.mark.parametrize(("of", "problem", "chosen"), CHOSEN)
+def test_the_planner_chooses_it_for_what_it_is_for(of, problem, chosen):
+    assert isinstance(engines.choose(problem, H200), tuple(of.engine.CONFIGS)) == chosen
+
+
+@pytest.mark.parametrize("of", with_("kernel"))
+def test_arguments_fit_their_kernels(of):
+    for case, mode, config in of.runs[::3]:
+        check_steps(of.engine.schedule(asked(case, mode).launched, config, H200), of.kernel)
+
+
+@pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
+@pytest.mark.parametrize("of", with_("compiled"))
+def test_texts_compile_and_spill_no_more_than_is_known(of):
+    steps, files = {}, {family.file for family in of.engine.variants(H200)}
+    for problem, config, *moments in of.compiled:
+        program = of.engine.schedule(problem.launched, config, H200, *moments)
+        for launch in (launch for part in (program.whole, program.filter_last or ()) for step in part for launch in step):
+            for arch in of.architectures if (launch.file or launch.kernel) in files else ():
+                steps[launch.source(), arch] = replace(launch, arch=arch or launch.arch), f"{problem} {config}"
+    check_compiled(steps, of.spills, of.spills_sm80)
+
+
+# ---- on a GPU
+
+
+@cache
+def plans(name: str) -> dict:
+    """The plans of an engine's runs."""
+    return plans_of(name, named(name).gpu)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("of", "run"), each("gpu"))
+def test_on_the_gpu(torch, of, run):
+    check_on_gpu(torch, plans(of.name)[str(run)], *run[:2])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("of", "entry"), each("finished"))
+def test_what_finishes_a_sum_on_the_gpu(torch, of, entry):
+    def computed(problem, config, *arrays, seeds=()):
+        return Arrays(torch, Plan(problem, "cuda", config=config), *arrays).launch()
+
+    check_epilogue(*entry, computed=computed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("of", "run"), each("not_finite", also="not_finite_gpu"))
+def test_what_is_not_finite_on_the_gpu(torch, of, run):
+    case, mode, config = run
+    plan = Plan(asked(case, mode), "cuda", config=config)
+    check_not_finite(case, mode, lambda *arrays: Arrays(torch, plan, *arrays).launch())
+
+
+@cache
+def ranged_plan(name: str, entry: int) -> Plan:
+    of = named(name)
+    case, mode, config, _ = (of.ranged if of.ranged_gpu is None else of.ranged_gpu)[entry]
+    return Plan(asked(case, mode), "cuda", config=config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("of", "entry", "scenario"), of_ranges("ranged", "ranged_gpu"))
+def test_every_range_is_kept_on_the_gpu(torch, of, entry, scenario):
+    case, mode, *_ = entry
+    x, w = data(scenario, case)
+    number = (of.ranged if of.ranged_gpu is None else of.ranged_gpu).index(entry)
+    check_scenario(case, mode, x, w, Arrays(torch, ranged_plan(of.name, number), x, w).launch(), scenario)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("of", "run"), each("precise_gpu"))
+def test_float32_is_honest_on_the_gpu(torch, of, run):
+    case, mode, config = run
+    plan = Plan(asked(case, mode), "cuda", config=config)
+    check_precise(lambda case, *arrays: Arrays(torch, plan, *arrays).launch(), case)

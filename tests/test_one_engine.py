@@ -1,0 +1,306 @@
+"""What is asked of one engine alone, and of no other: rules of its planner, and numbers that its arithmetic finds hard."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+import simt
+from cases import columns as of_columns
+from cases import dense as of_dense
+from cases import gather as of_gather
+from cases import pointwise as of_pointwise
+from cases import wgrad as of_wgrad
+from filters import Filter
+from hypothesis import given
+from hypothesis import strategies as st
+from modes import H200, MODES, asked, bound
+from on_gpu import Arrays
+from ranges import data
+from reference import EPS, TINY, assert_close, assert_exact, dgrad, fprop
+
+from pycuda_conv import ConvProblem, Plan, engines
+from pycuda_conv.engines.compose import columns
+from pycuda_conv.engines.compose.columns import Columns
+from pycuda_conv.engines.depthwise import toeplitz
+from pycuda_conv.engines.depthwise.toeplitz import DepthwiseToeplitz
+from pycuda_conv.engines.hopper import dense, gather, pointwise, wgrad, wgrad_form
+from pycuda_conv.engines.hopper.dense import DenseNhwc
+from pycuda_conv.engines.hopper.gemm import ImplicitGemm
+from pycuda_conv.engines.hopper.pointwise import Pointwise
+from pycuda_conv.engines.hopper.wgrad import WgradNhwc
+from pycuda_conv.engines.mma import grouped_nhwc
+from pycuda_conv.engines.mma.few_inputs import FewInputs
+from pycuda_conv.engines.mma.grouped_nhwc import GroupedNhwc
+from pycuda_conv.engines.schedule import RESULT
+from pycuda_conv.runtime.target import Target
+
+simulated = pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
+
+
+def kernels(engine, problem: ConvProblem, config) -> list[list[str]]:
+    """The kernels that are launched for a filter in C order, and for one whose channels are last in memory."""
+    program = engine.schedule(problem.launched, config, H200)
+    return [[launch.kernel for step in steps for launch in step] for steps in (program.whole, program.filter_last)]
+
+
+# ---- hopper/dense.cu and hopper/gather.cu: when a filter is transposed first
+
+
+def test_dense_is_one_launch_unless_the_filter_is_transposed():
+    def launched(number, mode):
+        case = of_dense.SHAPES[number]
+        return kernels(dense, asked(case, mode), of_dense.tiles(case, mode)[0])
+
+    one, two = ["hopper_dense"], ["transpose_filter", "hopper_dense"]
+    assert launched(0, "fp16 last") == launched(0, "tf32 last") == launched(10, "fp16 last") == launched(10, "tf32 last") == [two, one]
+    assert launched(1, "fp16 last") == launched(1, "tf32 last") == launched(9, "fp16 last") == [one, one]
+
+
+def test_gather_is_one_launch_unless_the_filter_is_laid():
+    def launched(number, mode):
+        return kernels(gather, asked(of_gather.SHAPES[number], mode), next(config for case, m, config in of_gather.EVERY if (case, m) == (of_gather.SHAPES[number], mode)))
+
+    one, two = ["hopper_gather"], ["transpose_filter", "hopper_gather"]
+    assert launched(0, "fp16 last") == [two, one]
+    assert launched(2, "tf32 last") == [one, one]  # 1x1
+    assert launched(8, "tf32 last") == launched(10, of_gather.KINDS[-1]) == [two, two]  # rows of 588 bytes
+
+
+def test_a_filter_is_turned_by_the_launch_where_each_block_has_few_stages():
+    """By small tiles, where a multiprocessor meets few stages: else a launch turns it once."""
+    def launched(shape, config):
+        return kernels(dense, asked(dgrad(shape, (shape[1], 96, 1, 1)), "tf32 last"), config)[0]
+
+    one, two = ["hopper_dense"], ["transpose_filter", "hopper_dense"]
+    few, many = (2, 640, 14, 14), (64, 640, 56, 56)
+    assert launched(few, DenseNhwc(64, 64, 6)) == launched(few, DenseNhwc(64, 32, 4, 8)) == one
+    assert launched(few, DenseNhwc(128, 64, 4)) == launched(many, DenseNhwc(64, 64, 6)) == two
+
+
+def test_few_pixels_of_many_channels_are_shared_by_clusters():
+    for mode in ("tf32 last", "fp16 last"):
+        problem = asked(fprop((1, 1024, 7, 7), (128, 1024, 3, 3), padding=1), mode)
+        config = dense.choose(problem, H200)[1]
+        (launch,) = (launch for step in dense.schedule(problem, config, H200).filter_last for launch in step)
+        assert config.CLUSTER == 8 and launch.grid <= H200.multiprocessors
+
+
+def test_what_packed_filters_of_dense_share():
+    deep, other = fprop((4, 64, 8, 8), (64, 64, 3, 3)), fprop((1, 64, 20, 9), (64, 64, 3, 3))
+    assert len({engines.filter_key(asked(case, mode), DenseNhwc()) for case in (deep, other) for mode in ("tf32 last", "fp16 last")}) == 2
+    orders = [dense.sum_order(asked(deep, "fp16 last"), config) for config in (DenseNhwc(64, 64, 4), DenseNhwc(128, 96, 3), DenseNhwc(64, 64, 4, 2))]
+    assert orders[0] == orders[1] != orders[2]
+
+
+# ---- hopper/pointwise.cu
+
+
+@given(st.integers(1, 5000), st.integers(1, 40), st.integers(1, 200))
+def test_a_tile_has_no_more_boxes_than_its_round_of_tiles_needs(boxes, across, multiprocessors):
+    busy, rounds = pointwise._busy(boxes, across, multiprocessors, True), math.ceil(across * math.ceil(boxes / 8) / multiprocessors)
+    assert 1 <= busy <= 8 and across * math.ceil(boxes / busy) <= rounds * multiprocessors
+    assert busy == 1 or across * math.ceil(boxes / (busy - 1)) > rounds * multiprocessors
+    assert pointwise._busy(boxes, across, multiprocessors, False) == (busy if rounds == 1 else 8)
+
+
+def random_point(seed: int):
+    """A layer at random, a mode and a tile."""
+    r = random.Random(seed)
+    transposed, mode = r.random() < 0.5, r.choice(of_pointwise.KINDS)
+    read, written, across = r.randint(1, 80), r.randint(1, 140), r.randint(1, 20)
+    read, across = (4 * read, across) if "last" in mode else (read, 4 * across)  # rows of 16 bytes
+    size = (*(r.randint(1, 9) for _ in range(r.randint(0, 2))), across)
+    make = dgrad if transposed else fprop
+    case = make((r.randint(1, 9), read, *size), ((read, written) if transposed else (written, read)) + (1,) * len(size), r.random() < 0.5)
+    return case, mode, r.choice(of_pointwise.tiles(case, mode))
+
+
+@simulated
+@pytest.mark.parametrize("seed", range(12))
+def test_any_1x1_layer(seed):
+    case, mode, config = random_point(seed)
+    arrays = case.integers("float32")
+    assert_exact(simt.computed(asked(case, mode), config, *arrays, seeds=(seed,)), case.reference(*arrays), f"{case} {mode} {config}")
+
+
+def test_packed_filters_of_1x1_layers():
+    deep = fprop((64, 2048, 32, 32), (2048, 2048, 1, 1))
+    key, few = engines.filter_key(asked(deep, "fp32"), Pointwise()), fprop((1, 2048, 8, 8), (2048, 2048, 1, 1))
+    assert key == engines.filter_key(asked(few, "fp32"), Pointwise(32, 2, 3))
+    assert key not in (engines.filter_key(asked(deep, "fp32"), ImplicitGemm()), engines.filter_key(asked(deep, "tf32"), Pointwise()))
+
+
+def check_subnormals(mode: str, run) -> None:
+    """What is lost of a subnormal is half a unit of the second limb: 2^-137 / 512."""
+    case = of_pointwise.THIN
+    x, w = data("subnormals", case)
+    for filters in (w, w * np.float32(1e20)):
+        lost = 2.0**-145 * case.reference((np.abs(x) < 2.0**-126).astype("f"), np.abs(filters))
+        ref = case.reference(x, filters)
+        assert_close(run(x, filters), ref, lost + bound(case, "fp32", x, filters, None, ref) + case.depth * TINY["float32"])
+
+
+@simulated
+@pytest.mark.parametrize("mode", ["fp32", "fp32 last"])
+def test_subnormals_keep_what_there_is_of_them(mode):
+    check_subnormals(mode, lambda x, w: simt.computed(asked(of_pointwise.THIN, mode), Pointwise(64, 2, 3), x, w, seeds=(1,)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["fp32", "fp32 last"])
+def test_subnormals_on_the_gpu(torch, mode):
+    plan = Plan(asked(of_pointwise.THIN, mode), "cuda", config=Pointwise())
+    check_subnormals(mode, lambda x, w: Arrays(torch, plan, x, w).launch())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("value", [np.inf, np.nan, 1e30, 1e-30, 3.4e38])
+@pytest.mark.parametrize("where", [0, 1])
+def test_any_number_in_a_gradient_on_the_gpu(torch, where, value):
+    """It reaches the sums of its own channel, and no others."""
+    case, rng = of_pointwise.FILTERS[0], np.random.default_rng(1)
+    plan = Plan(asked(case, "fp32"), "cuda", config=Pointwise(32, 1, 3, 3))
+    arrays = case.arrays("float32", lambda shape: 0.5 * rng.uniform(-1, 1, shape))
+    clean = Arrays(torch, plan, *arrays).launch()
+    arrays[where][2, 7, 1, 2] = value
+    got = Arrays(torch, plan, *arrays).launch()
+    with np.errstate(invalid="ignore"):
+        ref, magnitude = case.reference(*arrays), case.reference(*map(np.abs, arrays))
+    assert np.array_equal(np.isfinite(got), np.isfinite(ref)) and np.array_equal(np.isnan(got), np.isnan(ref))
+    finite = np.isfinite(ref)
+    assert_close(np.where(finite, got, 0), np.where(finite, ref, 0), np.where(finite, 2.0**-19 * magnitude, 0), plan)
+    others = np.flatnonzero(np.arange(got.shape[1 - where]) != 7)
+    assert np.take(got, others, 1 - where).tobytes() == np.take(clean, others, 1 - where).tobytes()
+
+
+# ---- mma/few_inputs.cu, mma/grouped_nhwc.cu, depthwise/toeplitz.cu
+
+
+@simulated
+@pytest.mark.parametrize("mode", ["fp32 last", "fp32"])
+@pytest.mark.parametrize("which", [0, 1], ids=["input", "filter"])
+def test_the_largest_number_of_few_inputs(which, mode):
+    """It rounds to Inf, and Inf less Inf is NaN."""
+    case = fprop((2, 3, 4, 5), (8, 3, 2, 2), bias=False)
+    arrays = [np.full(shape, 2.0**-60, "f") for shape in (case.input_shape, case.weight_shape)]
+    arrays[which][1, 1, 1, 1], arrays[1 - which][0] = np.finfo("f").max, 2.0**-10
+    expected = case.reference(*arrays)
+    assert_close(simt.computed(asked(case, mode), FewInputs(16, 16), *arrays, seeds=(1,)), expected, EPS["float32"] * expected)
+
+
+def test_the_planner_compares_grouped_tiles_where_a_single_group_is_small():
+    for c, k, compared in ((16, 16, True), (32, 32, True), (128, 16, True), (32, 4, False), (64, 48, False)):
+        problem = ConvProblem.forward(2, (8, c, 64, 64), (k, c, 3, 3), padding=1, dtype="float16", layout="NHWC")
+        assert (next(grouped_nhwc.configs(problem, H200), None) is not None) == compared
+        assert grouped_nhwc.refusal(problem, GroupedNhwc(1, 1, 4, 8)) is None
+
+
+def test_toeplitz_blocks_fit_in_the_shared_memory_of_smaller_gpus():
+    """99 KiB of consumers' Ampere, Ada and Blackwell."""
+    problem, large = asked(fprop((32, 96, 32, 32), (96, 1, 9, 9), padding=4, groups=96, bias=False), "fp16 last"), DepthwiseToeplitz(110)
+    assert large in toeplitz.configs(problem, Target("sm_80")) and large in toeplitz.configs(problem, H200)
+    for architecture in ("sm_86", "sm_89", "sm_120"):
+        device = Target(architecture)
+        assert large not in toeplitz.configs(problem, device)
+        with pytest.raises(ValueError, match="it needs 104,608 bytes of shared memory; a block has 101,376"):
+            engines.schedule(problem, large, device)
+        ((launch,),) = engines.schedule(problem, engines.choose(problem, device), device).whole
+        assert launch.shared <= 99 * 1024
+
+
+# ---- hopper/wgrad.cu
+
+
+def test_every_kind_of_gradient_is_among_the_cases():
+    """Of arguments that are no defines: which of two axes is outer, folded taps, copies of each kind, sums in parts of each width."""
+    runs = [*of_wgrad.CASES.runs, *of_wgrad.CASES.gpu]
+    met = [wgrad.schedule(asked(case, mode).launched, config, H200) for case, mode, config in runs]
+    launches = [launch for program in met for step in (*program.whole, *(program.filter_last or ())) for launch in step]
+    of = {name: [launch.structs[0] for launch in launches if launch.kernel == name] for name in {launch.kernel for launch in launches}}
+    assert set(of) == {"hopper_wgrad", "hopper_wgrad_reduce", "hopper_wgrad_add", "fold_channels"}
+    copied, sums = of["fold_channels"], of["hopper_wgrad"]
+    assert {one.taps_fastest for one in sums} == {one.taps_inner for one in sums} == {0, 1} and {one.spatial_dims for one in sums} == {0, 1, 2, 3}
+    assert {one.channels % 4 for one in of["hopper_wgrad_add"]} == {0, 1, 2, 3} and max(one.tiles_t for one in of["hopper_wgrad_reduce"]) == 2
+    assert {one.chunks == 1 for one in copied} == {one.stride_h > 1 for one in copied} == {one.dilation_w > 1 for one in copied} == {True, False}
+    assert {one.taps > 1 for one in sums} == {one.group_packs > 1 for one in sums} == {one.own_columns < one.columns for one in sums} == {True, False}
+    assert {one.tiles_m > 1 for one in sums} == {one.tiles_n > 1 for one in sums} == {one.stages < one.splits for one in sums} == {True, False}
+    assert {wgrad_form.fold_level(asked(case, mode).launched) for case, mode, _ in runs} == {0, 1, 2}
+    assert {wgrad_form.fold_level(wgrad_form.flip(case.problem().launched)) for case in of_wgrad.FEW} == {0, 1, 2}
+
+
+def test_the_workspace_of_a_gradient_holds_its_parts_and_copies():
+    for case, mode, config in of_wgrad.CASES.runs:
+        program = wgrad.schedule(asked(case, mode).launched, config, H200)
+        launches = [launch for step in program.whole for launch in step]
+        parts = [4 * one.structs[0].splits * one.structs[0].size for one in launches if one.kernel == "hopper_wgrad" and one.buffers[0] != RESULT]
+        copies = [16 * one.arguments.words for one in launches if one.kernel == "fold_channels"]
+        assert program.workspace_bytes == sum(-(-nbytes // 256) * 256 for nbytes in parts + copies)
+
+
+def test_long_sums_for_few_results_are_cut_until_the_blocks_fill_the_machine():
+    few = Filter((64, 64, 56, 56), (64, 64, 3, 3), padding=(1,)).problem("bfloat16").launched
+    us, config = wgrad.choose(few, H200)
+    (product, *_), *_ = wgrad.schedule(few, config, H200).whole
+    assert product.grid > H200.multiprocessors / 2 and config.SPLIT > 8 and 20 < us < 60
+    many = Filter((64, 2048, 7, 7), (2048, 2048, 3, 3), padding=(1,)).problem("bfloat16").launched
+    assert wgrad.choose(many, H200)[1].SPLIT == 1
+
+
+def test_the_order_of_a_gradient_s_sums():
+    problem = of_wgrad.BASE.problem().launched
+    assert wgrad.sum_order(problem, WgradNhwc(64, 64, 4)) == wgrad.sum_order(problem, WgradNhwc(256, 192, 4))
+    assert len({wgrad.sum_order(problem, WgradNhwc(64, 64, 4, split)) for split in (1, 2, 8)}) == 3
+    assert wgrad.filter_key(problem, WgradNhwc()) is None
+
+
+@simulated
+@pytest.mark.parametrize("seed", range(6))
+def test_what_the_planner_chooses_for_a_gradient(seed):
+    r = random.Random(seed)
+    groups, taps, stride, dilation = r.choice((1, 1, 1, 2)), r.choice((1, 2, 3, 5)), r.choice((1, 1, 2, 3)), r.choice((1, 1, 2))
+    c, k, size = r.choice((16, 24, 64, 200)), r.choice((16, 64, 136)), tuple(r.randint(9, 17) for _ in range(2))
+    case = Filter((r.randint(1, 4), c * groups, *size), (k * groups, c, taps, taps), (stride,), (taps // 2,), (dilation,), groups)
+    problem = asked(case, of_wgrad.KINDS[seed % len(of_wgrad.KINDS)])
+    arrays, (_, config) = case.integers(problem.dtype), wgrad.choose(problem.launched, H200)
+    assert_exact(simt.computed(problem, config, *arrays, seeds=(seed,), filter_last=case.has_taps), case.reference(*arrays), config)
+
+
+@pytest.mark.gpu
+def test_the_gradient_lies_as_its_filter_does(torch):
+    """The first time, when it is made again, and in a compiled step; the bits are those of C order."""
+    import pycuda_conv as pc
+
+    last = torch.channels_last
+    shapes = (4, 64, 14, 14), (72, 64, 3, 3), (4, 72, 14, 14)
+    x, w, dy = (torch.randn(*shape, device="cuda", dtype=torch.bfloat16).to(memory_format=last) for shape in shapes)
+    out = torch.empty(w.shape, device="cuda", dtype=w.dtype)
+    assert pc.conv2d_weight(x, w.shape, dy, padding=1, out=out) is out
+    w.requires_grad_()
+
+    def step(x, w, dy):
+        w.grad = None
+        pc.conv2d(x, w, padding=1).backward(dy)
+        return w.grad
+
+    for again in range(3):
+        made = [pc.conv2d_weight(x, w.shape, dy, padding=1), step(x, w, dy), step(x.detach().requires_grad_(), w, dy)]
+        made += [torch.compile(pc.conv2d_weight, backend="aot_eager", fullgraph=True)(x, w.shape, dy, padding=1)] if again == 2 else []
+        assert all(one.stride() == w.stride() and torch.equal(one, out) for one in made)
+
+
+# ---- compose/columns.py
+
+
+def test_the_model_of_columns_adds_the_product_and_its_columns():
+    problem = asked(dgrad((3, 16, 9), (16, 1, 25), stride=10, padding=12), "fp32").launched
+    us, config = columns.choose(problem, H200)
+    product = columns._product(problem)
+    assert us == columns.time(problem, config, H200) > engines.predicted(product, engines.choose(product, H200), H200)
+    assert columns.time(problem, Columns("Nobody()"), H200) is None and config in list(columns.configs(problem, H200))
+    assert not list(columns.configs(asked(dgrad((1, 8, 20, 20), (8, 1, 17, 17), stride=2), "fp32"), H200))
+    one, other, cut = of_columns.PRODUCTS
+    assert columns.sum_order(problem, one) == columns.sum_order(problem, other) != columns.sum_order(problem, cut)
+    assert columns.filter_key(problem, one) is None and set(MODES) >= set(of_columns.KINDS)
