@@ -36,7 +36,7 @@ LISTS = {
     },
     "hopper_dense": {
         "BLOCK_M": {64, 128}, "BLOCK_N": {32, 64, 96, 128, 160, 192, 256}, "STAGES": set(range(2, 13)), "TYPE": {16, 17, 32}, "W_MN_MAJOR": FLAG,
-        "CLUSTER": {1, 2, 4, 8}, "PHASES": {1, 4}, "PAIR": {1},
+        "CLUSTER": {1, 2, 4, 8}, "PHASES": {1, 4},
     },
     "hopper_gather": {
         "BLOCK_M": {64, 128}, "BLOCK_N": {32, 64, 96, 128}, "STAGES": set(range(2, 9)), "TYPE": {16, 17, 32}, "COPY": {4, 16}, "CLUSTER": {1, 2, 4, 8},
@@ -51,7 +51,7 @@ LISTS = {
     "transpose_filter": {"BYTES": {2, 4}}, "fold_channels": {"BYTES": {2, 4}, "UNIT": {2, 4, 8, 16}}, "via_nhwc": {"BYTES": {2, 4}}, "columns_add": {"DTYPE": {16, 17, 32, 64}, "INDEX_64": {0}, "THREADS": {256}},
     "hopper_wgrad": {
         "BLOCK_M": {64, 128, 192, 256}, "BLOCK_N": {64, 128, 192, 256, 384, 576}, "WGMMA_N": {64, 128, 192, 256}, "STAGES": set(range(2, 13)), "TYPE": {16, 17, 32},
-        "LIMBS": {1, 2}, "PLANES": FLAG, "FLIPPED": FLAG, "PAIR": {1},
+        "LIMBS": {1, 2}, "PLANES": FLAG, "FLIPPED": FLAG,
     },
     "hopper_wgrad_reduce": {"TYPE": {16, 17, 32}}, "hopper_wgrad_add": {"TYPE": {16, 17, 32}, "EACH": {2, 4}},
     "hopper_planes": {"BLOCK_M": {64, 128, 192, 256}, "BLOCK_N": {64, 128, 192, 256}, "WGMMA_N": {64, 128, 192}, "STAGES": set(range(2, 9)), "TYPE": {16, 17}, "W_MN_MAJOR": FLAG, "OWN_M": {64, 128}, "RESULTS": {1, 2}},

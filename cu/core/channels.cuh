@@ -84,20 +84,10 @@ __device__ __forceinline__ Channels filled_channels(acc_t value) {
       if (there) (to)[j] = CHANNELS(p, j * (step));      \
     }                                                    \
   }
-// Loads of a thread that are under way together: it would wait for each, or for four of them.
-#define TAPS_AT_ONCE (R * S > 9 ? 13 : 5)
-#define STAGE_TAPS(taps, pitch, first, n)                                                                          \
-  for (int from_ = LID_0; from_ < R * S * (n); from_ += TAPS_AT_ONCE * THREADS) {                                  \
-    acc_t found_[TAPS_AT_ONCE];                                                                                    \
-    _Pragma("unroll") for (int j_ = 0; j_ < TAPS_AT_ONCE; ++j_) {                                                  \
-      const int i_ = from_ + j_ * THREADS;                                                                         \
-      found_[j_] = 0;                                                                                              \
-      if (i_ < R * S * (n) && (first) + i_ / (R * S) < k_all) found_[j_] = LOAD(w, (index_t)(first) * (R * S) + i_); \
-    }                                                                                                              \
-    _Pragma("unroll") for (int j_ = 0; j_ < TAPS_AT_ONCE; ++j_) {                                                  \
-      const int i_ = from_ + j_ * THREADS, channel_ = i_ / (R * S), tap_ = i_ - channel_ * (R * S);                \
-      if (i_ < R * S * (n)) (taps)[(arg.flip ? R * S - 1 - tap_ : tap_) * (pitch) + channel_] = found_[j_];        \
-    }                                                                                                              \
+#define STAGE_TAPS(taps, pitch, first, n)                                                                                   \
+  for (int i = LID_0; i < R * S * (n); i += THREADS) {                                                                      \
+    const int channel = i / (R * S), tap = i - channel * (R * S), to = arg.flip ? R * S - 1 - tap : tap;                    \
+    (taps)[to * (pitch) + channel] = (first) + channel < k_all ? LOAD(w, (index_t)((first) + channel) * (R * S) + tap) : 0; \
   }
 #define STORE_COLUMNS(y, at, n, sums, there)                                              \
   {                                                                                       \

@@ -2,24 +2,20 @@
 // these sums up together.
 //
 // Each block leaves its sums in its shared memory, as rows of `pitch` floats. Then each block adds some of the rows over all blocks, in their order.
-// CLUSTER, a constant, is set before this is included. With PAIR two blocks have tiles of their own, and load for each other what both read.
+// CLUSTER, a constant, is set before this is included.
 #pragma once
 #include "core/packed.cuh"
-#ifndef PAIR
-#define PAIR 0
-#endif
 
 DEVICE int cluster_rank() { return CLUSTER == 1 ? 0 : blockIdx.x % CLUSTER; }
-DEVICE int pair_rank() { return PAIR ? blockIdx.x % 2 : 0; }
 
-// Of a kernel: its blocks are in clusters, if CLUSTER or PAIR says so.
-#if CLUSTER > 1 || PAIR
-#define CLUSTER_DIMS __cluster_dims__(PAIR ? 2 : CLUSTER, 1, 1)
+// Of a kernel: its blocks are in clusters, if CLUSTER says so.
+#if CLUSTER > 1
+#define CLUSTER_DIMS __cluster_dims__(CLUSTER, 1, 1)
 #else
 #define CLUSTER_DIMS
 #endif
 
-#if CLUSTER > 1 || PAIR
+#if CLUSTER > 1
 DEVICE void cluster_barrier() { asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory"); }
 // the same for a thread whose stores nobody reads: it waits for none of them
 DEVICE void cluster_barrier_relaxed() { asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait.acquire;" ::: "memory"); }
@@ -64,15 +60,9 @@ DEVICE void await_cluster_sums() {
   cluster_barrier_relaxed();
 #endif
 }
-// Before the first load for another block: its barriers must be there.
-DEVICE void pair_sync_at_begin() {
-#if PAIR
-  cluster_barrier();
-#endif
-}
-// A kernel's last step: shared memory must outlive what other blocks read from it, or write to it.
+// A kernel's last step: shared memory must outlive what other blocks read from it.
 DEVICE void cluster_sync_at_exit() {
-#if CLUSTER > 1 || PAIR
+#if CLUSTER > 1
   cluster_barrier_relaxed();
 #endif
 }

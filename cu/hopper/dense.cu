@@ -23,8 +23,6 @@
 //          through registers. raw[stage] completes when the filter has arrived, full[stage] when x has arrived and all blocks are transposed.
 // Cluster  CLUSTER blocks share a tile: each sums its part of gemm k. They leave their sums in shared memory, and each block adds some of the
 //          tile's rows over all blocks, in their order.
-// Pairs    with PAIR two blocks are a cluster that takes neighbouring tiles, of the same pixels and other channels. Each loads half of the pixels' rows
-//          for both, so three quarters as many bytes come from the L2 cache, or fewer. Either waits until both have read a stage.
 // Moments  for a batch norm behind it (batch_norm.cu). A slice is the 64 pixels of a consumer. moments[slice][2][channel] has the mean of y, and
 //          the sum of squared deviations from it.
 // Phases   dgrad with a stride is a set of phases: stride-1 convolutions with some of the taps, each of which writes every out_h-th
@@ -98,7 +96,7 @@ DEVICE void produce(const Sources& sources, const Shapes& shapes, const Ring& ri
     [[maybe_unused]] const int filter_blocks = W_MN_MAJOR ? blocks_of(shape, of) : 0;
     // Loads the stages [first, last) of a source.
     auto load = [&](const Source& source, const DensePhase& from, int first, int last) {
-      const LoadBase base(from, of.pixel + pair_rank() * (BLOCK_M / 2));
+      const LoadBase base(from, of.pixel);
       Taps walk(from, first, taps_apart(shapes, of));
       const int channel_blocks = (int)from.channel_blocks, spatial_dims = (int)from.spatial_dims;
       fill_stages(ring, at, first, last, [&](int, uint32_t a, uint32_t arrived) {
@@ -110,9 +108,7 @@ DEVICE void produce(const Sources& sources, const Shapes& shapes, const Ring& ri
         const uint32_t filter_arrived = TURNED ? raw + 8 * at.stage : arrived;
         barrier_expect(arrived, BLOCK_M * span + (TURNED ? 0 : filter_bytes));
         if (TURNED) barrier_expect(filter_arrived, filter_bytes);
-        if constexpr (PAIR)  // half of the rows, for both blocks
-          load_im2col_of_pair(spatial_dims, a + pair_rank() * (BLOCK_M / 2 * span), map_x, arrived, of_group + walk.c * BLOCK_K, base, walk.x_s, walk.x_r);
-        else load_im2col(spatial_dims, a, map_x, arrived, of_group + walk.c * BLOCK_K, base, walk.x_s, walk.x_r, walk.x_t);
+        load_im2col(spatial_dims, a, map_x, arrived, of_group + walk.c * BLOCK_K, base, walk.x_s, walk.x_r, walk.x_t);
         if constexpr (W_MN_MAJOR) {
 #pragma unroll
           for (int block = 0; block < MN_BLOCKS; ++block)
@@ -180,7 +176,6 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCK_M == 64
     prefetch_map(whole ? &first.whole_filter : &first.last_filter);
     for (int phase = 0; phase < PHASES; ++phase) prefetch_map((whole ? first.of : first.last) + phase);
   });
-  pair_sync_at_begin();
   if (threadIdx.x < CONSUMER_THREADS) {
     consume([](int) {}, shapes, ring, sums, staging, {scale, bias, residual, y, wanted_moments});
   } else {

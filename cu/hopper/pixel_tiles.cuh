@@ -80,7 +80,7 @@ DEVICE int y_apart(const Shapes&, const Tile&) { return 0; }
 // The stages of gemm k that this block sums.
 DEVICE StageRange range_of(const Phase& shape) { return {cluster_rank(), (int)shape.part, (int)shape.blocks}; }
 
-typedef StageRing<STAGES, STAGE_BYTES, PAIR ? 2 : 1> Ring;
+typedef StageRing<STAGES, STAGE_BYTES> Ring;
 
 #include "hopper/pixel_store.cuh"
 

@@ -13,13 +13,6 @@ DEVICE void barrier_expect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 DEVICE void barrier_arrive(uint32_t barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory"); }
-// the same at the barrier of block `rank` of the cluster that lies where `barrier` does in one's own. It orders nothing beyond the block: at the
-// cluster's scope an arrival would wait for all stores to global memory.
-DEVICE void barrier_arrive_of_rank(uint32_t barrier, int rank) {
-  uint32_t there;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(barrier), "r"(rank));
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
-}
 DEVICE bool barrier_try(uint32_t barrier, uint32_t parity) {
   uint32_t done;
   asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
@@ -58,12 +51,6 @@ DEVICE void load_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, int 
                ::"r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
 
-// the same into both blocks of a pair (cluster.cuh), each of whose barriers counts the bytes
-DEVICE void load_box_of_pair(uint32_t to, const CUtensorMap* map, uint32_t barrier, int x, int y, int z) {
-  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5}], [%2], %6;"
-               ::"r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "h"((uint16_t)3) : "memory");
-}
-
 // im2col mode: the map's number of consecutive output pixels from the base (w, h, d, n) on, each shifted by the tap's offsets
 template <int axes>
 DEVICE void load_im2col(uint32_t to, const CUtensorMap* map, uint32_t barrier, int c, int w, int h, int d, int n, int s, int r, int t) {
@@ -76,17 +63,6 @@ DEVICE void load_im2col(uint32_t to, const CUtensorMap* map, uint32_t barrier, i
   } else {
     asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2], {%8, %9, %10};"
                  ::"r"(to), "l"(map), "r"(barrier), "r"(c), "r"(w), "r"(h), "r"(d), "r"(n), "h"((uint16_t)s), "h"((uint16_t)r), "h"((uint16_t)t) : "memory");
-  }
-}
-
-// The same into both blocks of a pair.
-template <int axes> DEVICE void load_im2col_of_pair(uint32_t to, const CUtensorMap* map, uint32_t barrier, int c, int w, int h, int n, int s, int r) {
-  if constexpr (axes == 1) {
-    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5}], [%2], {%6}, %7;"
-                 ::"r"(to), "l"(map), "r"(barrier), "r"(c), "r"(w), "r"(n), "h"((uint16_t)s), "h"((uint16_t)3) : "memory");
-  } else {
-    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], {%7, %8}, %9;"
-                 ::"r"(to), "l"(map), "r"(barrier), "r"(c), "r"(w), "r"(h), "r"(n), "h"((uint16_t)s), "h"((uint16_t)r), "h"((uint16_t)3) : "memory");
   }
 }
 
@@ -106,10 +82,6 @@ DEVICE void load_im2col(int axes, uint32_t to, const CUtensorMap* map, uint32_t 
   if (axes == 1) load_im2col<1>(to, map, barrier, c, base.w, base.h, base.d, base.image, s, r, t);
   if (axes == 2) load_im2col<2>(to, map, barrier, c, base.w, base.h, base.d, base.image, s, r, t);
   if (axes == 3) load_im2col<3>(to, map, barrier, c, base.w, base.h, base.d, base.image, s, r, t);
-}
-DEVICE void load_im2col_of_pair(int axes, uint32_t to, const CUtensorMap* map, uint32_t barrier, int c, const LoadBase& base, int s, int r) {
-  if (axes == 1) load_im2col_of_pair<1>(to, map, barrier, c, base.w, base.h, base.image, s, r);
-  if (axes == 2) load_im2col_of_pair<2>(to, map, barrier, c, base.w, base.h, base.image, s, r);
 }
 
 // ---- tensor stores: a box of shared memory to a tensor map; elements outside the tensor are not written

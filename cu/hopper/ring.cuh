@@ -30,8 +30,8 @@ struct StageRange {
   DEVICE int count() const { return last - first; }
 };
 
-// `count` stages of `bytes` bytes, the first at `stages`. A stage is empty when the consumers of all `blocks` of a cluster have read it, 1 or 2.
-template <int count, int bytes, int blocks = 1> struct StageRing {
+// `count` stages of `bytes` bytes, the first at `stages`.
+template <int count, int bytes> struct StageRing {
   typedef RingPosition<count> Position;
   uint32_t stages, full, empty;
   // `memory` is the block's dynamic shared memory. Swizzle patterns follow absolute addresses, so stages begin at multiples of 1024 bytes.
@@ -41,7 +41,7 @@ template <int count, int bytes, int blocks = 1> struct StageRing {
   DEVICE void init(int producers, int consumers) const {
     for (int i = 0; i < count; ++i) {
       barrier_init(full + 8 * i, producers);
-      barrier_init(empty + 8 * i, blocks * consumers);
+      barrier_init(empty + 8 * i, consumers);
     }
     barrier_init_done();
   }
@@ -52,15 +52,11 @@ template <int count, int bytes, int blocks = 1> struct StageRing {
   DEVICE void wait_full(const Position& at) const { barrier_wait(full + 8 * at.stage, at.parity); }
   DEVICE void wait_empty(const Position& at) const { barrier_wait(empty + 8 * at.stage, at.parity ^ 1); }
   // Called by all threads of a warp: gives back the stage at `at`, or the one `ago` positions before it.
-  DEVICE void give_back(const Position& at) const { give_back_stage(at.stage); }
-  DEVICE void give_back(const Position& at, int ago) const { give_back_stage((at.stage + count - ago) % count); }
-  DEVICE void give_back_stage(int stage) const {
-    const int lane = threadIdx.x % 32;
-    if constexpr (blocks == 1) {
-      if (lane == 0) barrier_arrive(empty + 8 * stage);
-    } else if (lane < blocks) {
-      barrier_arrive_of_rank(empty + 8 * stage, lane);
-    }
+  DEVICE void give_back(const Position& at) const {
+    if (threadIdx.x % 32 == 0) barrier_arrive(empty + 8 * at.stage);
+  }
+  DEVICE void give_back(const Position& at, int ago) const {
+    if (threadIdx.x % 32 == 0) barrier_arrive(empty + 8 * ((at.stage + count - ago) % count));
   }
   // A consumer commits the products of the stage at `at`, all of which it has issued, and moves on. The products of `behind` stages, 0 or 1, may still
   // run while it waits for the next stage. It gives back the stage whose products are done: this one, or the one before if `follows` says there is one.

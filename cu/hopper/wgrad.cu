@@ -20,7 +20,6 @@
 //          Padding, and what lies behind the last position of either, arrives as zeros.
 // Groups   A group pack is neighbouring groups whose channels of x fit a block, or one group. Products of channels of two different groups are not
 //          written.
-// Pairs    with PAIR two blocks are a cluster of neighbouring tiles, of the same rows and other columns. Each loads half of dy's positions for both.
 // Ends     Blocks of channels past the last one are not loaded. What lies in their place, and channels of the next group pack, only reach sums that
 //          are not written.
 // TF32     mma.sync: a warp has 32 rows of half of its consumer's columns. A lane loads four neighbouring channels of a position at once, which are
@@ -46,8 +45,6 @@
 #define PLANES 0   // NCHW
 #define FLIPPED 0
 #endif
-#define CLUSTER 1
-#include "core/cluster.cuh"
 #include "mma/fragments.cuh"
 #include "hopper/skeleton.cuh"
 
@@ -66,7 +63,6 @@ constexpr int PITCH = BLOCK_N + 8;                              // floats of a r
 constexpr int WARPS = 4 * CONSUMERS;                            // warps that write
 static_assert(BLOCK_M % 64 == 0 && BLOCK_N % WGMMA_N == 0 && WGMMA_N % 64 == 0, "whole warpgroups and blocks of channels");
 static_assert(!PLANES || (TYPE != 32 && !FLIPPED), "16-bit numbers, which are pixels of either");
-static_assert(!PAIR || (TYPE != 32 && !PLANES && !FLIPPED), "pairs are of 16-bit arrays with their channels last");
 static_assert(LIMBS == 1 || (TYPE == 32 && WGMMA_N == 64), "three sums of a result fit the registers");
 static_assert(PRODUCTS <= 2 && CONSUMERS <= 3 && (TYPE != 32 || ACROSS == 1), "as many registers as there are");
 
@@ -111,7 +107,7 @@ struct Column {
   }
 };
 
-typedef StageRing<STAGES, STAGE_BYTES, PAIR ? 2 : 1> Ring;
+typedef StageRing<STAGES, STAGE_BYTES> Ring;
 
 // ---- the producer
 
@@ -140,14 +136,7 @@ DEVICE void produce(const CUtensorMap* map_dy, const CUtensorMap* map_x, const W
     barrier_expect(arrived, (of.dy_blocks + of.x_blocks) * BLOCK_BYTES);
 #pragma unroll
     for (int i = 0; i < DY_BLOCKS; ++i)
-      if (i < of.dy_blocks) {
-        if constexpr (PAIR) {  // half of the positions, for both blocks
-          const int first = pair_rank() * (BLOCK_K / 2);
-          load_box_of_pair(dy + i * BLOCK_BYTES + first * 128, map_dy, arrived, k + CHANNELS * i, position + first, image);
-        } else {
-          load(dy + i * BLOCK_BYTES, map_dy, k + CHANNELS * i);
-        }
-      }
+      if (i < of.dy_blocks) load(dy + i * BLOCK_BYTES, map_dy, k + CHANNELS * i);
 #pragma unroll
     for (int i = 0; i < X_BLOCKS; ++i)
       if (i < of.x_blocks && (PLANES || spatial_dims == 0))
@@ -198,7 +187,7 @@ DEVICE void leave(const Sums& sums, float* to) {
 #define IF_FLIPPED(...)
 #endif
 
-extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, SHARES ? 2 : 1)
+extern "C" __global__ void __launch_bounds__(THREADS, SHARES ? 2 : 1)
     hopper_wgrad(const __grid_constant__ CUtensorMap map_dy, const __grid_constant__ CUtensorMap map_x, void* __restrict__ to,
                     IF_FLIPPED(const data_t* __restrict__ x, const data_t* __restrict__ dy,)
                     const __grid_constant__ WgradNhwcArguments arg IF_FLIPPED(, const __grid_constant__ FlippedArguments flip)) {
@@ -210,7 +199,6 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, SHARES ? 2 : 
     prefetch_map(&map_dy);
     prefetch_map(&map_x);
   });
-  pair_sync_at_begin();
   const Tile of(arg);
   const StageRange range(of.split, (int)arg.part, (int)arg.stages);
   if (threadIdx.x < CONSUMER_THREADS) {
@@ -232,5 +220,4 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, SHARES ? 2 : 
     if constexpr (PRODUCTS == 2) registers_down<TALL ? 40 : 56>();
     if (threadIdx.x == CONSUMER_THREADS) produce(&map_dy, &map_x, arg, of, range, ring);
   }
-  cluster_sync_at_exit();
 }

@@ -162,16 +162,15 @@ def packing(problem: ConvProblem, windows: bool = False) -> tuple[PackedLayout, 
     forward = problem.direction == "fprop"
     # with few channels most of a product would be zeros: so the innermost taps are folded
     first = 1 if forward and channels < 16 and problem.filter_size[2] > 1 else 0
-    in_place = not wide and problem.layout == "NHWC"  # the loads can read it
-    readable = in_place and channels % (8 if problem.groups == 1 else 16) == 0
-    wide_windows = not readable and _windows_pay(problem)
-    if windows and (first or wide_windows) and problem.groups == 1 and problem.dilation[2] == 1 and problem.layout != "CNHW":
+    if windows and first and problem.groups == 1 and problem.dilation[2] == 1 and problem.layout != "CNHW":
         packed, phase = _windows(problem)
         found = phase_addressing(problem, phase, packed)
         if found is not None and math.prod(packed.stored) < MOST_PIXELS:
             return packed, (found,)
     # wgrad: with two axes folded, a filter as large as images would leave a single pixel to pack, too little for a block
     levels = 2 if problem.layout == "CNHW" else 4 if forward else 1
+    in_place = not wide and problem.layout == "NHWC"  # the loads can read it
+    readable = in_place and channels % (8 if problem.groups == 1 else 16) == 0
     if levels == 4 and not first and not readable:
         first = _fewest(problem)
     for level in range(first, levels):
@@ -208,19 +207,11 @@ def _fewest(problem: ConvProblem) -> int:
     return packed.index(min(packed)) if min(packed) < WORTH_FOLDING * packed[0] else 0
 
 
-WIDE_WINDOWS = False
-
-
-def _windows_pay(problem: ConvProblem) -> bool:
-    """Whether a row of taps takes fewer loads as a window than tap by tap, and not many more products."""
-    return WIDE_WINDOWS and problem.direction == "fprop" and problem.C % 64 != 0 and problem.filter_size[2] > 1
-
-
 def _windows(problem: ConvProblem) -> tuple[PackedLayout, Phase]:
     """The packed layout and the only phase of a forward convolution with windows."""
     (phase,) = phases(problem)
     t, r, s = problem.filter_size
-    rows = problem.stride[1] if problem.dilation[1] == 1 and problem.C < 16 else 1
+    rows = problem.stride[1] if problem.dilation[1] == 1 else 1
     unused = bool(problem.padding_before[1] % rows or r % rows)
     if problem.itemsize == 2 and unused and problem.macs < WORTH_FLAGS:
         rows, unused = 1, False
@@ -229,7 +220,7 @@ def _windows(problem: ConvProblem) -> tuple[PackedLayout, Phase]:
     window = Window(pixel, rows, shift, (problem.output_size[2] - 1) * problem.stride[2] + s, unused)
     taps = (t, (shift + r - 1) // rows + 1, 1)
     size = (problem.operand_size[0], ceil(problem.operand_size[1], rows), problem.output_size[2])
-    packed = PackedLayout(False, 1, (1, rows, 1), size, s * pixel, _channels_a_load(s * pixel) if problem.C < 16 else 64, taps, window)
+    packed = PackedLayout(False, 1, (1, rows, 1), size, s * pixel, _channels_a_load(s * pixel), taps, window)
     return packed, replace(
         phase, taps=taps, stride=(phase.stride[0], phase.stride[1] // rows, 1), pad=(phase.pad[0], -first, 0),
         dilation=(phase.dilation[0], phase.dilation[1], 1), first=(0, 0, 0), every=(1, 1, 1),

@@ -10,7 +10,7 @@ from reference import dgrad, fprop
 
 from cases import Broken, Cases, Layers
 from pycuda_conv.engines.hopper import dense
-from pycuda_conv.engines.hopper.dense import DenseNhwc, DensePairs
+from pycuda_conv.engines.hopper.dense import DenseNhwc
 
 KINDS = [mode for mode in ("tf32 last", "fp16 last", "bf16 last") if mode in MODES]
 #: Tails of channels, rows and pixels, strides, padding, dilation, one to three axes, phases of one and several taps, and of none.
@@ -39,13 +39,6 @@ EVERY = [(case, mode, config) for case in (*SHAPES, *AWKWARD) for mode in KINDS 
 THIRD = [case for case in dict.fromkeys(case for case, *_ in EVERY) if case not in SHAPES][::3]
 MORE = [(SHAPES[0], KINDS[-1], DenseNhwc(128, 192, 2)), (SHAPES[1], "fp16 last", DenseNhwc(128, 160, 3)), (SHAPES[0], "fp16 last", DenseNhwc(64, 96, 3, 4))]
 LARGE = fprop((9, 192, 28, 28), (256, 192, 3, 3), padding=1)
-#: Two blocks that load for each other: tails of rows and columns, a second tile of channels that is all tail, phases.
-PAIRED = [
-    (fprop((3, 72, 7, 9), (136, 72, 1, 1)), DensePairs(128, 128, 3)), (fprop((2, 40, 9, 8), (88, 40, 3, 2), padding=1), DensePairs(64, 64, 2)),
-    (fprop((2, 136, 13, 9), (200, 136, 1, 1), stride=2), DensePairs(128, 64, 4)), (fprop((3, 64, 21), (70, 64, 3), dilation=2), DensePairs(64, 64, 3)),
-    (dgrad((2, 72, 7, 5), (72, 80, 3, 3), padding=1), DensePairs(128, 64, 3)), (dgrad((1, 136, 7, 9), (136, 256, 1, 1)), DensePairs(64, 64, 2)),
-]  # fmt: skip
-PAIRS = [(case, mode, config) for case, config in PAIRED for mode in KINDS if dense.refusal(asked(case, mode), config) is None]
 THIN = fprop((4, 64, 10, 8), (40, 64, 1, 1), bias=False)
 RANGED = [one for one in SCENARIOS if one != "subnormals"]
 CHANNELS = [fprop((3, 32, 9, 11), (channels, 32, 3, 3), padding=1) for channels in (72, 21, 20)]  # written four at once, and one at a time
@@ -55,9 +48,8 @@ GROUPED = replace(BASE, input_shape=(2, 128, 9, 8), weight_shape=(80, 64, 3, 3),
 CASES = Cases(
     engine=dense,
     kernel="hopper_dense",
-    runs=sharing([[run for run in EVERY if run[0] is case] for case in SHAPES]) + sharing([[run for run in EVERY if run[0] == case] for case in THIRD]) + MORE + PAIRS,
-    gpu=[*EVERY, *MORE, *PAIRS, *((LARGE, mode, config) for mode in KINDS for config in (DenseNhwc(128, 192, 4), DenseNhwc(64, 128, 3), DenseNhwc(128, 128, 6, 4))),
-         *((LARGE, mode, config) for mode in KINDS for config in (DensePairs(128, 128, 6), DensePairs(128, 64, 8), DensePairs(64, 64, 6)))],
+    runs=sharing([[run for run in EVERY if run[0] is case] for case in SHAPES]) + sharing([[run for run in EVERY if run[0] == case] for case in THIRD]) + MORE,
+    gpu=[*EVERY, *MORE, *((LARGE, mode, config) for mode in KINDS for config in (DenseNhwc(128, 192, 4), DenseNhwc(64, 128, 3), DenseNhwc(128, 128, 6, 4)))],
     unseen=[("BORDERED", 1)],  # test_packed_borders.py
     grids=[(SHAPES[2], "tf32 last", DenseNhwc(64, 32, 2, cluster)) for cluster in (1, 4)],
     finished=[

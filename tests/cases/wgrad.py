@@ -6,7 +6,7 @@ from modes import MODES, asked, dtype_of
 
 from cases import Broken, Cases, Layers
 from pycuda_conv.engines.hopper import wgrad
-from pycuda_conv.engines.hopper.wgrad import WgradNhwc, WgradPairs
+from pycuda_conv.engines.hopper.wgrad import WgradNhwc
 
 KINDS = [mode for mode in ("fp16 last", "bf16 last", "tf32 last") if mode in MODES]
 HALVES = KINDS[:-1]
@@ -64,12 +64,6 @@ CONFIGS_PLANES = WgradNhwc(64, 64, 4), WgradNhwc(128, 128, 3), WgradNhwc(64, 64,
 CONFIGS_FP32 = WgradNhwc(64, 64, 4), WgradNhwc(128, 64, 3, 4), WgradNhwc(64, 64, 2, 9), WgradNhwc(128, 64, 8)
 PRECISE = [(case, "fp32 last", case.legal(CONFIGS_FP32[i % len(CONFIGS_FP32)], "float32")) for i, case in enumerate([*SHAPES[:4], SHAPES[10], *SHAPES[14:18], *PADDED[1:4], PADDED[7]])]
 PRECISE_FLIPPED = [(case, "fp32 last", flipped(8, i)) for i, case in enumerate(FEW[::2])]
-#: Two blocks that load for each other: tails of rows, columns and positions, a second tile that is all tail, several runs of positions.
-PAIRED = [
-    (Filter((3, 72, 10, 12), (136, 72, 1, 1)), WgradPairs(64, 64, 3, 2)), (Filter((1, 200, 6, 7), (264, 200, 1, 1)), WgradPairs(128, 128, 3)),
-    (Filter((2, 128, 9, 7), (72, 128, 3, 1), padding=(1, 0)), WgradPairs(128, 64, 4, 3)), (Filter((2, 136, 7, 5), (72, 136, 1, 2)), WgradPairs(128, 192, 2)),
-    (Filter((3, 200, 13, 9), (72, 200, 1, 1), stride=(2,)), WgradPairs(64, 64, 2)),
-]  # fmt: skip
 #: Of flipped tiles: with the taps of a row folded, of all, and none.
 NOT_FINITE = [Filter((2, 24, 5, 7), (channels, 24, 3, 3), padding=(1,)) for channels in (12, 6, 64)]
 LARGE = Filter((9, 192, 28, 28), (256, 192, 3, 3), padding=(1,))
@@ -91,7 +85,6 @@ def simulated():
     yield from ((case, KINDS[i % len(KINDS)], flipped(4 if KINDS[i % len(KINDS)] == "tf32 last" else 2, i)) for i, case in enumerate(FEW))
     yield from ((DEEP, "tf32 last", config) for config in CONFIGS_TF32[::2])
     yield from (*PRECISE, *PRECISE_FLIPPED)
-    yield from ((case, HALVES[i % len(HALVES)], config) for i, (case, config) in enumerate(PAIRED))
     yield from ((BASE, "fp16 last", WgradNhwc(64, 128, 3, split)) for split in (7, 40, 280))
 
 
@@ -106,8 +99,6 @@ def on_gpu():
         yield from ((case, mode, flipped(size, i + more)) for i, case in enumerate(FEW) for more in (0, 1))
         yield from ((LARGE, mode, WgradNhwc(rows, widths[-1], wgrad._max_stages(rows, widths[-1], size), split)) for rows, widths in wgrad.TILES[size].items() for split in (1, 2, 9))
     yield from ((case, mode, config) for case in PLANES for mode in HALVES for config in CONFIGS_PLANES)
-    yield from ((case, mode, config) for case, config in PAIRED for mode in HALVES)
-    yield from ((LARGE, mode, config) for mode in HALVES for config in (WgradPairs(128, 128, 6, 2), WgradPairs(128, 64, 8), WgradPairs(64, 64, 6, 9)))
 
 
 def compiled():

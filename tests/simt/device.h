@@ -217,8 +217,6 @@ struct Place {
 };
 void tensor_load(u32 to, u64 map, Place place, u32 barrier);
 void tensor_load_im2col(u32 to, u64 map, Place place, u32 barrier, Place offsets);
-void tensor_load_of_ranks(u32 to, u64 map, Place place, u32 barrier, u32 ranks);
-void tensor_load_im2col_of_ranks(u32 to, u64 map, Place place, u32 barrier, Place offsets, u32 ranks);  // into each block whose bit is set
 void tensor_store(u64 map, Place place, u32 from);
 void bulk_commit();
 void bulk_wait(int groups, bool only_read);

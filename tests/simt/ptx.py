@@ -54,13 +54,8 @@ def place(values: list[str]) -> str:
     return f"ptx::Place{{{len(values)}, {{{', '.join(f'(int){v}' for v in values)}}}}}"
 
 
-def tensor_load(found: re.Match, to: list, of: list, barrier: list, offsets: list = (), ranks: str = "") -> str:  # type: ignore[assignment]
+def tensor_load(found: re.Match, to: list, of: list, barrier: list, offsets: list = ()) -> str:  # type: ignore[assignment]
     name, coordinates = of
-    assert bool(ranks or (found[2] == "tile" and offsets)) == bool(found[3]), "a mask of the blocks of a multicast"
-    if found[3] and found[2] == "tile":
-        return f"ptx::tensor_load_of_ranks({to[0]}, {name}, {place(coordinates)}, {barrier[0]}, {offsets})"
-    if ranks:
-        return f"ptx::tensor_load_im2col_of_ranks({to[0]}, {name}, {place(coordinates)}, {barrier[0]}, {place(offsets)}, {ranks})"
     assert len(coordinates) == int(found[1]), "coordinates for each axis"
     if found[2] == "tile":
         return f"ptx::tensor_load({to[0]}, {name}, {place(coordinates)}, {barrier[0]})"
@@ -151,7 +146,7 @@ INSTRUCTIONS = {
     r"createpolicy\.[\w.:]+": "{0} = 0",
     r"cp\.async\.bulk\.shared::c\w+\.global\.mbarrier::complete_tx::bytes": "ptx::bulk_load({0[0]}, {1[0]}, {2}, {3[0]})",
     r"cp\.async\.bulk\.global\.shared::cta\.bulk_group": "ptx::bulk_store({0[0]}, {1[0]}, {2})",
-    r"cp\.async\.bulk\.tensor\.(\d)d\.shared::c\w+\.global\.(tile|im2col)\.mbarrier::complete_tx::bytes(\.multicast::cluster)?": tensor_load,
+    r"cp\.async\.bulk\.tensor\.(\d)d\.shared::c\w+\.global\.(tile|im2col)\.mbarrier::complete_tx::bytes": tensor_load,
     r"cp\.async\.bulk\.tensor\.(\d)d\.global\.shared::cta\.tile\.bulk_group": lambda _, to, at: f"ptx::tensor_store({to[0]}, {place(to[1])}, {at[0]})",
     r"cp\.async\.bulk\.commit_group": "ptx::bulk_commit()",
     r"cp\.async\.bulk\.wait_group(\.read)?": lambda found, groups: f"ptx::bulk_wait({groups}, {'true' if found[1] else 'false'})",

@@ -208,14 +208,6 @@ void tensor_load_im2col(u32 to, u64 map, Place place, u32 barrier, Place offsets
   begin(std::move(t));
   perhaps_yield();
 }
-void tensor_load_of_ranks(u32 to, u64 map, Place place, u32 barrier, u32 ranks) {
-  for (u32 rank = 0; ranks >> rank; ++rank)
-    if (ranks >> rank & 1) tensor_load(map_rank(to, rank), map, place, barrier);
-}
-void tensor_load_im2col_of_ranks(u32 to, u64 map, Place place, u32 barrier, Place offsets, u32 ranks) {
-  for (u32 rank = 0; ranks >> rank; ++rank)
-    if (ranks >> rank & 1) tensor_load_im2col(map_rank(to, rank), map, place, barrier, offsets);
-}
 void tensor_store(u64 map, Place place, u32 from) {
   perhaps_yield();
   const Map& of = map_of(map);

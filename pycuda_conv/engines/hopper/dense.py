@@ -81,8 +81,6 @@ TILES: dict[tuple[int, int], tuple[int, ...]] = {
     **{(128, columns): (1,) for columns in (32, 64, 96, 160, 192, 256)}, (128, 128): (1, 2, 4),
     **{(64, columns): CLUSTERS for columns in (32, 64)}, (64, 96): (1, 8),
 }  # fmt: skip
-#: Those of pairs: BLOCK_M, BLOCK_N.
-PAIRED_TILES = (128, 128), (128, 64), (64, 64)
 #: The same for phases, whose results are seldom wide.
 PHASED_TILES: dict[tuple[int, int], tuple[int, ...]] = {
     (128, 64): (1,), (128, 128): (1,), (64, 32): (1, 2, 8), (64, 64): (1, 8), (64, 128): (1,),
@@ -110,17 +108,12 @@ class DenseNhwc(Config):
     CLUSTER: int = 1
 
 
-@dataclass(frozen=True)
-class DensePairs(DenseNhwc):
-    """The same where two blocks of a cluster load the pixels of two neighbouring tiles for each other."""
-
-
-CONFIGS = (DenseNhwc, DensePairs)
+CONFIGS = (DenseNhwc,)
 LAYOUTS = ("NHWC",)
 RUNS_ON = HOPPER
 TENSOR_CORES = True
 ORDER = ("CLUSTER",)  # what the order of sums depends on
-MOST_VARIANTS = {"cuda": 173}
+MOST_VARIANTS = {"cuda": 158}
 
 
 # ---- what runs
@@ -162,20 +155,7 @@ def _fits(problem: ConvProblem, config: DenseNhwc) -> str | None:
         return "blocks share tiles of up to 128 channels"
     if config.CLUSTER > 1 and sum_bytes(config.BLOCK_M, config.BLOCK_N) > config.STAGES * _ring(config, False).stage:
         return "its ring leaves no room for the sums of a tile that is shared"
-    if isinstance(config, DensePairs) and (reason := _no_pairs(problem, config)):
-        return reason
     return _ring(config, _reads_mn_major(problem)).refusal(config.STAGES, config.CLUSTER)
-
-
-def _no_pairs(problem: ConvProblem, config: DensePairs) -> str | None:
-    """Why tiles can't be paired, or None if they can."""
-    if config.CLUSTER > 1 or (config.BLOCK_M, config.BLOCK_N) not in PAIRED_TILES:
-        return "pairs are of whole sums, and of tiles of " + ", ".join(f"{rows}x{columns}" for rows, columns in PAIRED_TILES)
-    if problem.groups > 1 or count_phases(problem) > 1 or _addressed(problem)[1][0].spatial_dims > 2:
-        return "pairs are of one group and one phase, along up to two axes"
-    if problem.direction == "dgrad" and problem.itemsize == 4:
-        return "in float32 pairs go forwards"
-    return "pairs have equally many tiles" if ceil(problem.result_channels, config.BLOCK_N) % 2 else None
 
 
 TAKES = Takes(
@@ -260,8 +240,7 @@ SIDES = (64, 64), (128, 128)
 
 def adds_border(source: ConvProblem, problem: ConvProblem, config: DenseNhwc) -> bool:
     """Whether :func:`schedule` takes the image of `source`, which has a border, for the wider one of `problem`: sums are whole there."""
-    alone = config.CLUSTER == 1 and not isinstance(config, DensePairs)
-    return alone and not source.input_dtype and TAKES.why_not(problem) is None and regions(source) is not None
+    return config.CLUSTER == 1 and not source.input_dtype and TAKES.why_not(problem) is None and regions(source) is not None
 
 
 COST = costs("hopper.dense")
@@ -360,8 +339,7 @@ def _product(
     rows = ROW, _last_row(problem)
     maps = []
     for row in rows:
-        loaded = config.BLOCK_M // 2 if isinstance(config, DensePairs) else config.BLOCK_M
-        images = [image_map(problem, INPUT, unpacked, addressing, loaded, row) for addressing in addressings]
+        images = [image_map(problem, INPUT, unpacked, addressing, config.BLOCK_M, row) for addressing in addressings]
         if sides:
             seen = [(side.addressing, (side.first, side.length)) for side in sides]
             images = [image_map(problem, INPUT, unpacked, addressing, config.BLOCK_M, row, part) for addressing, part in seen]
@@ -371,12 +349,11 @@ def _product(
     if phases > 1:
         structs += (repeat_arguments(problem, unpacked, 1, repeats(problem)),)
     tiles, transposing = sum(phase.tiles for phase in args), mn_major and problem.itemsize == 4
-    fitting = multiprocessors * _blocks_per_sm(config) // 2 * 2  # pairs are whole
+    fitting = multiprocessors * _blocks_per_sm(config)
     grid = tiles * config.CLUSTER if config.CLUSTER > 1 else min(tiles, fitting)
     defines = {
         "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "STAGES": config.STAGES, "TYPE": ELEMENTS[problem.dtype],
         "W_MN_MAJOR": int(mn_major), "CLUSTER": config.CLUSTER, "PHASES": phases, **({"BORDERED": 1} if sides else {}),
-        **({"PAIR": 1} if isinstance(config, DensePairs) else {}),
     }
     buffers: tuple[BufferSlice, ...] = (BIAS, SCALE, RESIDUAL, RESULT)
     if config.CLUSTER == phases == 1 and not mn_major and config.BLOCK_N <= MOMENTS_COLUMNS:  # the kernel's EMIT_MOMENTS
@@ -452,8 +429,6 @@ def variants(device: Device) -> Iterator[VariantSet]:
                 "W_MN_MAJOR": (mn_major,), "CLUSTER": (cluster,), "PHASES": (1, PHASES),
             }  # fmt: skip
             yield VariantSet("hopper_dense", choices, _is_listed, "sm_90a")
-            if (rows, columns) in PAIRED_TILES and cluster == 1 and not (mn_major and kind == FLOAT):
-                yield VariantSet("hopper_dense", choices | {"PHASES": (1,), "PAIR": (1,)}, _is_listed, "sm_90a")
             if (rows, columns) in SIDES and not mn_major and cluster == 1:
                 yield VariantSet("hopper_dense", choices | {"PHASES": (PHASES,), "BORDERED": (1,)}, _is_listed, "sm_90a")
     yield from transpose_filter.variants()
@@ -480,10 +455,6 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[DenseNhwc]:
             config = DenseNhwc(rows, columns, _max_stages(rows, columns, cluster, mn_major), cluster)
             if (cluster == 1 or blocks >= 2 * cluster) and LEGAL.refusal(problem, config) is None:
                 yield config
-    for rows, columns in PAIRED_TILES:
-        pairs = DensePairs(rows, columns, _max_stages(rows, columns, 1, mn_major))
-        if LEGAL.refusal(problem, pairs) is None:
-            yield pairs
 
 
 def _filter_cycles(problem: ConvProblem, config: DenseNhwc, mn_major: bool) -> float:
@@ -509,8 +480,7 @@ def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:
     cycles = pixel_cycles(pixel)
     if pixel % ROW == _last_row(problem):
         cycles = HOPPER_COST.ROW_CYCLES
-    pairs = isinstance(config, DensePairs)
-    loads = config.BLOCK_M * cycles * slower * (COST.PAIRED if pairs else 1.0) + _filter_cycles(problem, config, mn_major)
+    loads = config.BLOCK_M * cycles * slower + _filter_cycles(problem, config, mn_major)
     loads *= COST.SMALL_TILE if config.BLOCK_M == 64 else 1.0
     filled = 1 - (1 - _last_steps(problem) / STEPS) / channel_blocks  # part of the steps of a tap's stages that are multiplied
     step = max(COST.MULTIPLIED * 2 * config.BLOCK_N * config.BLOCK_M / 64 * filled, loads) / CLOCK
@@ -533,7 +503,6 @@ def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:
         us += (COST.PER_LAUNCH if us else HOPPER_COST.BEGIN) + max(*works, 0.0, rounds * mean + further)
         loaded += sum(math.prod(_tiles(problem, config, one)) * _blocks(problem, one) for one in group) / count_phases(problem)
     us += COST.CLUSTERED.get(config.CLUSTER, 0.0) if shared else COST.HALF_FULL if 2 * all_jobs <= device.multiprocessors else COST.FULL
-    us += COST.PAIRS if pairs else 0.0
     # blocks of the same pixels and other channels or phases load them together; all else comes from the L2 cache again
     loaded *= config.BLOCK_M * min(pixel, ROW) / ceil(problem.result_channels // problem.groups, config.BLOCK_N)
     us = max(us, HOPPER_COST.BEGIN + loaded / COST.CACHE_RATE)

@@ -24,7 +24,6 @@ from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes
 from pycuda_conv.engines.hopper.wgrad_form import (
     FORM_COST,
     WgradNhwc,
-    WgradPairs,
     as_loaded,
     as_seen,
     block_channels,
@@ -73,15 +72,12 @@ PLANES_TILES = {64: (64,), 128: (64, 128, 192)}
 MOST_FLIPPED = 64
 FLIPPED_TILES: dict[int, dict[int, tuple[int, ...]]] = {2: {128: (64, 128, 192), 256: (192,)}, 4: {128: (64,)}, 8: {128: (64,)}}
 
-#: Those of pairs, in 16 bits with channels last.
-PAIRED_TILES = {64: (64,), 128: (64, 128, 192)}
-
-CONFIGS = (WgradNhwc, WgradPairs)
+CONFIGS = (WgradNhwc,)
 LAYOUTS = "CHWN", "CNHW"
 RUNS_ON = HOPPER
 TENSOR_CORES = True
 ORDER = "FLIPPED", "SPLIT"  # what the order of sums depends on
-MOST_VARIANTS = {"cuda": 70}
+MOST_VARIANTS = {"cuda": 62}
 
 
 def _why_no_planes(problem: ConvProblem) -> str | None:
@@ -142,8 +138,6 @@ def _fits(problem: ConvProblem, config: WgradNhwc) -> str | None:
     if config.BLOCK_N not in tiles_of.get(config.BLOCK_M, ()):
         shown = "; ".join(f"{rows} rows and {', '.join(map(str, columns))} columns" for rows, columns in tiles_of.items())
         return f"a tile has {shown}"
-    if isinstance(config, WgradPairs) and (reason := _no_pairs(as_seen(problem, config), config)):
-        return reason
     if config.SPLIT == 1 and not config.FLIPPED and as_loaded(problem).C != forward_of(problem).C:
         return "channels that are filled up or folded are written by the launch that adds the parts of several"
     return _ring(config, factor_bytes(problem)).refusal(config.STAGES, config.SPLIT)
@@ -155,13 +149,6 @@ def _most_blocks(problem: ConvProblem, config: WgradNhwc) -> int:
 
 
 LEGAL = Tiles(TAKES, WgradNhwc, _fits, blocks=_most_blocks)
-
-
-def _no_pairs(seen: ConvProblem, config: WgradPairs) -> str | None:
-    """Why tiles can't be paired, or None if they can."""
-    if seen.itemsize != 2 or in_planes(seen) or config.FLIPPED or config.BLOCK_N not in PAIRED_TILES.get(config.BLOCK_M, ()):
-        return "pairs are of 16-bit arrays with their channels last, not flipped, and of few tiles"
-    return "pairs have equally many tiles" if _tiles(seen, config)[1] % 2 else None
 
 
 def _tall(config: WgradNhwc, size: int) -> bool:
@@ -238,8 +225,7 @@ def _product(
     of_columns, of_rows = (dy, x) if config.FLIPPED else (x, dy)
     forward, loaded, packs = forward_of(seen), as_loaded(seen), group_packs(seen)
     stages, (down, across) = _stages(seen), _tiles(seen, config)
-    pairs = isinstance(config, WgradPairs)
-    loads, maps = _plane_maps(seen) if in_planes(seen) else _maps(seen, of_columns, of_rows, pairs)
+    loads, maps = _plane_maps(seen) if in_planes(seen) else _maps(seen, of_columns, of_rows)
     _, tap_r, tap_s = loaded.filter_size
     taps, taps_inner = math.prod(loaded.filter_size), int(taps_fastest and parts is None and not config.FLIPPED)
     args = arguments(
@@ -253,7 +239,6 @@ def _product(
     defines = {
         "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "WGMMA_N": _consumer_columns(config), "STAGES": config.STAGES,
         "TYPE": ELEMENTS[problem.dtype], "LIMBS": limb_count(problem), "PLANES": int(in_planes(problem)), "FLIPPED": int(config.FLIPPED),
-        **({"PAIR": 1} if pairs else {}),
     }
     buffers, structs = ((x, dy), (args, _of_flipped(problem, parts is None, taps_fastest))) if config.FLIPPED else ((), args)
     grid, size = down * across * packs * config.SPLIT, factor_bytes(problem)
@@ -278,22 +263,18 @@ def _of_flipped(problem: ConvProblem, whole: bool, taps_fastest: bool) -> Any:
     )  # fmt: skip
 
 
-def _maps(problem: ConvProblem, x: BufferSlice, dy: BufferSlice, pairs: bool) -> tuple[dict[str, int], tuple[TensorMap, ...]]:
-    """The arguments that say how loads step through x, and the maps of dy and x, for channels-last arrays.
-
-    With `pairs` a load of dy has half of a stage's positions.
-    """
+def _maps(problem: ConvProblem, x: BufferSlice, dy: BufferSlice) -> tuple[dict[str, int], tuple[TensorMap, ...]]:
+    """The arguments that say how loads step through x, and the maps of dy and x, for channels-last arrays."""
     loaded, form, positions = as_loaded(problem), load_form(problem), position_count(problem)
     assert form is not None
     layout, addressing = form
     sizes = (loaded.K, positions, 1), (problem.itemsize * loaded.K, problem.itemsize * loaded.K * positions)
     of_x, of_dy = (place if isinstance(place, tuple) else (place, 0) for place in (x, dy))
     map_x = replace(image_map(loaded, of_x[0], layout, addressing, block_channels(problem)), offset=of_x[1], dtype=tensor_map_type(problem))
-    block, kind = block_channels(problem), tensor_map_type(problem)
-    map_dy = TensorMap(*of_dy, *sizes, (block, block // (2 if pairs else 1), 1), ROW, kind)
+    map_dy = TensorMap(*of_dy, *sizes, (block_channels(problem), block_channels(problem), 1), ROW, tensor_map_type(problem))
     if reads_flat(problem):
         sizes = (loaded.C, positions, 1), (problem.itemsize * loaded.C, problem.itemsize * loaded.C * positions)
-        map_x = TensorMap(*of_x, *sizes, (block, block, 1), ROW, kind)
+        map_x = replace(map_dy, buffer=of_x[0], offset=of_x[1], sizes=sizes[0], strides=sizes[1])
         return by_axis("dilation_", addressing.dilation) | load_base(loaded, addressing) | {"spatial_dims": 0}, (map_dy, map_x)
     return by_axis("dilation_", addressing.dilation) | load_base(loaded, addressing), (map_dy, map_x)
 
@@ -355,8 +336,6 @@ def variants(device: Device) -> Iterator[VariantSet]:
                     "FLIPPED": (int(flipped),),
                 }  # fmt: skip
                 yield VariantSet("hopper_wgrad", choices, _is_listed, "sm_90a")
-                if size == 2 and not flipped and columns in PAIRED_TILES.get(rows, ()):
-                    yield VariantSet("hopper_wgrad", choices | {"PLANES": (0,), "PAIR": (1,)}, _is_listed, "sm_90a")
     yield VariantSet("hopper_wgrad_reduce", {"TYPE": (HALF, BFLOAT, FLOAT)})
     yield VariantSet("hopper_wgrad_add", {"TYPE": (HALF, BFLOAT, FLOAT), "EACH": (2, 4)})
     yield from fold_channels.variants()
@@ -381,9 +360,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[WgradNhwc]:
     fewer = forward.K < forward.C and forward.K <= MOST_FLIPPED
     for flipped in (False, True) if fewer and _why_not_flipped(problem) is None else (False,):
         for tile in _useful_tiles(problem, flipped):
-            for one in _cut(problem, tile, device):
-                pairs = WgradPairs(one.BLOCK_M, one.BLOCK_N, one.STAGES, one.SPLIT, one.FLIPPED)
-                yield from (legal for legal in (one, pairs) if LEGAL.refusal(problem, legal) is None)
+            yield from (one for one in _cut(problem, tile, device) if LEGAL.refusal(problem, one) is None)
 
 
 def _useful_tiles(problem: ConvProblem, flipped: bool) -> Iterator[WgradNhwc]:
@@ -427,7 +404,7 @@ def time(problem: ConvProblem, config: WgradNhwc, device: Device) -> float:
         cycles = (channels + columns) * pixel_cycles(size * math.prod(forward.output_size))
     else:
         of_dy, of_x = pixel_cycles(size * loaded.K // packs), pixel_cycles(size * loaded.C // packs)
-        cycles = channels * of_dy * (COST.PAIRED if isinstance(config, WgradPairs) else 1) + columns * of_x
+        cycles = channels * of_dy + columns * of_x
     crowded = packs > 1 and columns >= COST.MANY_TAPS * block * _tap_blocks(seen)
     loads = COST.LOADS[factor] * (COST.BOXED if flat else COST.IM2COL) * cycles * (COST.CROWDED if crowded else 1)
     sums = config.BLOCK_M * config.BLOCK_N
@@ -443,7 +420,6 @@ def time(problem: ConvProblem, config: WgradNhwc, device: Device) -> float:
     blocks, slots = down * across * packs * config.SPLIT, device.multiprocessors * _blocks_per_sm(config, factor)
     again = ceil(blocks, slots) - 1
     us = again * (taken(slots) + COST.PER_ROUND) + taken(blocks - again * slots)
-    us += COST.PAIRS if isinstance(config, WgradPairs) else 0
     us *= COST.FLIPPED_TIME if config.FLIPPED and size == 2 else 1
     added = COST.REDUCE + 4 * config.SPLIT * part_sums(problem, config) / COST.ADDED if config.SPLIT > 1 else 0
     copied = sum(FORM_COST.COPY + 32 * args.words / FORM_COST.COPIED for _, args in channel_copies(seen))

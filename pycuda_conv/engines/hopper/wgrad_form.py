@@ -32,11 +32,6 @@ class WgradNhwc(Config):
     FLIPPED: bool = False
 
 
-@dataclass(frozen=True)
-class WgradPairs(WgradNhwc):
-    """The same where two blocks of a cluster load dy for each other: those of neighbouring columns."""
-
-
 def word_elements(problem: ConvProblem) -> int:
     """Elements in 16 bytes."""
     return 16 // problem.itemsize
