@@ -146,6 +146,40 @@ def test_rms_norms_of_pixels(where, axes, kind, last, taken):  # noqa: F811
     assert not norms()
 
 
+class Times(nn.Module):
+    """Blocks that apply an activation to one embedding, each for itself; `kind` says what is different."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.layers = kind, nn.ModuleList([nn.Conv2d(8, 8, 3, padding=1) for _ in range(3)])
+
+    def forward(self, x):
+        e, seen = x.mean((2, 3)), []
+        for i, layer in enumerate(self.layers):
+            a = F.gelu(e) if self.kind == "others" and i else F.silu(e)
+            if self.kind == "written" and i == 1:
+                a.mul_(2)
+            if self.kind == "input" and i == 1:
+                e.add_(1)
+            seen.append(a)
+            x = layer(x) + a[:, :, None, None]
+        return (x, *seen) if self.kind == "returned" else x
+
+
+@pytest.mark.parametrize("kind, left", [("", 1), ("others", 2), ("written", 2), ("input", 2), ("returned", 3)])
+def test_an_activation_that_is_computed_twice_becomes_one(where, kind, left):  # noqa: F811
+    torch.manual_seed(0)
+    model, x = Times(kind).to(where), images(2, 8, 6, 5, where=where)
+    ours = compiled(copy.deepcopy(model), "light")
+    with torch.no_grad():
+        found, wanted = ours(x), model(x)
+    for a, b in zip(found if kind == "returned" else [found], wanted if kind == "returned" else [wanted], strict=True):
+        assert torch.allclose(a, b, atol=1e-4)
+    assert len([n for n in nodes("call_function") if n.target in (F.silu, F.gelu)]) == left
+    if kind == "returned":
+        assert len({one.data_ptr() for one in found}) == 4
+
+
 @pytest.mark.parametrize("gradients", ["parameters", "input"])
 def test_what_else_reads_a_trained_norms_input_gets_it_from_the_norm(where, gradients):  # noqa: F811
     """So the launch of the norm's gradient adds the other."""

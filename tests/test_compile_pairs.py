@@ -17,7 +17,8 @@ from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
 from pycuda_conv.call import Call  # noqa: E402
-from pycuda_conv.nn import pairs  # noqa: E402
+from pycuda_conv.engines.nn import join  # noqa: E402
+from pycuda_conv.nn import concatenation, pairs  # noqa: E402
 from pycuda_conv.nn.graph import joins  # noqa: E402
 
 HOWS = pytest.mark.parametrize("how", ["light", "operators"])
@@ -110,8 +111,50 @@ def test_arrays_that_are_concatenated(where, how, kind, taken):  # noqa: F811
     torch.manual_seed(0)
     model = Joined(kind).to(memory_format=torch.channels_last)
     alike(lambda: copy.deepcopy(model), how, False, None, images(2, 8, 6, 5, channels_last=True, where=where))
-    cats = [n for gm in GRAPHS for n in gm.graph.nodes if n.target in joins._CATS]
+    cats = [n for gm in GRAPHS for n in gm.graph.nodes if n.target in (*joins._CATS, concatenation.cat)]
     assert bool(cats) != taken and len(chains()) >= 1
+
+
+class Kept(nn.Module):
+    """A concatenation that more than a convolution reads; `kind` says what is different."""
+
+    def __init__(self, kind=""):
+        super().__init__()
+        self.kind, self.conv = kind, nn.Conv2d(8, 6, 1)
+
+    def forward(self, x):
+        y = torch.cat([x, x * 2], 2) if self.kind == "rows" else torch.cat([x[:, :3] * 2, x[:, 3:] * 3], 1)
+        return self.conv(y).relu() + y.mean()
+
+
+@pytest.mark.parametrize("kind, last, taken", [("", True, True), ("", False, False), ("rows", True, False)])
+def test_a_concatenation_that_stays_is_one_launch(where, kind, last, taken):  # noqa: F811
+    torch.manual_seed(0)
+    model = Kept(kind).to(memory_format=torch.channels_last if last else torch.contiguous_format)
+    alike(lambda: copy.deepcopy(model), "light", False, None, images(2, 8, 6, 5, channels_last=last, where=where))
+    targets = [n.target for gm in GRAPHS for n in gm.graph.nodes]
+    assert (concatenation.cat in targets) == taken and any(t in joins._CATS for t in targets) != taken
+
+
+@pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
+@pytest.mark.parametrize("pixels, first, second", [(35, 16, 48), (1, 160, 16), (513, 32, 32)])
+def test_concatenating_on_the_simulated_machine(pixels, first, second):
+    rng = np.random.default_rng(pixels)
+    a, b = (rng.integers(0, 256, (pixels, n)).astype(np.uint8) for n in (first, second))
+    memory = SimpleNamespace(buffers=[a.reshape(-1), b.reshape(-1), np.full(pixels * (first + second), 7, np.uint8)])
+    simt.run([[join.join(pixels, first, second)]], memory, 1)
+    np.testing.assert_array_equal(memory.buffers[2].reshape(pixels, -1), np.concatenate([a, b], 1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shape, more", [((2, 24, 9, 7), 8), ((3, 128, 33, 20), 256), ((1, 16, 5, 6, 4), 32), ((2, 3, 8, 8), 5), ((2, 16, 1, 1), 16)])
+def test_concatenating_on_a_gpu(dtype, shape, more):
+    form = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
+    a, b = (torch.randn((shape[0], c, *shape[2:]), device="cuda").to(dtype).contiguous(memory_format=form) for c in (shape[1], more))
+    for _ in range(3):
+        got = concatenation.cat(a, b)
+        assert torch.equal(got, torch.cat([a, b], 1)) and got.stride() == torch.cat([a, b], 1).stride()
 
 
 @HOWS

@@ -19,6 +19,7 @@
 #define THREADS 256
 #endif
 #define ROWS 32
+#define UNROLL 12  // elements of w that a thread loads at a time
 #define MOST (DTYPE == 64 ? 144 : 288)  // elements of a row in shared memory
 
 // A divisor's prepared form, see division.cuh, is called by_...
@@ -49,11 +50,20 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void sum_taps(const GLOBAL_MEM data_t* RESTRICT
   const int pairs = ROWS * channels;
   const index_t from = ((index_t)group * (index_t)arg.rows + k0) * (index_t)arg.row_step + (index_t)c0 * (index_t)arg.channel_step;
   if (arg.shared) {
-    for (int i = LID_0; i < rows * run; i += THREADS) {
-      const int row = divided(i, arg.by_run), at = i - row * run, first = divided(at, arg.given_last ? arg.by_across : arg.by_given);
-      const int c = arg.given_last ? at - first * across : first, tap = arg.given_last ? first : at - first * given;
-      if (c < channels)
-        part[row * pitch + c * given + tap] = LOAD(w, from + row * (index_t)arg.row_step + c * (index_t)arg.channel_step + tap * (index_t)arg.tap_step);
+    for (int begin = LID_0; begin < rows * run; begin += UNROLL * THREADS) {
+      acc_t loaded[UNROLL];
+      int places[UNROLL];
+#pragma unroll
+      for (int u = 0; u < UNROLL; ++u) {  // all loads are under way before the first is waited for
+        const int i = begin + u * THREADS, row = divided(i, arg.by_run), at = i - row * run;
+        const int first = divided(at, arg.given_last ? arg.by_across : arg.by_given);
+        const int c = arg.given_last ? at - first * across : first, tap = arg.given_last ? first : at - first * given;
+        places[u] = row < rows && c < channels ? row * pitch + c * given + tap : -1;
+        if (places[u] >= 0) loaded[u] = LOAD(w, from + row * (index_t)arg.row_step + c * (index_t)arg.channel_step + tap * (index_t)arg.tap_step);
+      }
+#pragma unroll
+      for (int u = 0; u < UNROLL; ++u)
+        if (places[u] >= 0) part[places[u]] = loaded[u];
     }
     local_barrier();
   }

@@ -53,6 +53,7 @@ DEVICE void parameters(const float* sums, void* dgamma, void* dbeta, const NormS
   const int lane = threadIdx.x % 32, channels = (int)shape.channels, channel = (block * WARPS + threadIdx.x / 32) * 8 + lane % 8;
   float2 all = make_float2(0, 0);
   if (channel < channels)
+#pragma unroll 8
     for (long long set = lane / 8; set < shape.images; set += 4) {
       all.x += sums[set * 2 * channels + channel];
       all.y += sums[(set * 2 + 1) * channels + channel];
@@ -148,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS)
     for (int u = 0; u < UNROLL; ++u)
       if (pixel + u * at.down < at.end) {
         const long long here = offset + (long long)(pixel + u * at.down) * channels;
-        xs[u] = load(x + here), gs[u] = load(dout + here);
+        xs[u] = load_last(x + here), gs[u] = load_last(dout + here);
       }
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u)

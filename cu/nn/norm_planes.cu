@@ -24,11 +24,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
   const Stand at(shape, blockIdx.x);
   const int width = (int)shape.width, channels = (int)shape.channels;
   const data_t* const from = at.first_pixel(x, shape);
-  float near[VEC];  // the group's first number of the image, which means are relative to
+  data_t near[VEC];  // the group's first number of the image, which means are relative to; nobody waits for it before the end
 #pragma unroll
   for (int i = 0; i < VEC; ++i) {
     const int channel = at.inside ? at.column * VEC + i : 0;
-    near[i] = shape.rms ? 0 : to_float(x[at.image * shape.pixels * channels + divided(channel, shape.by_each) * (int)shape.each]);
+    near[i] = x[at.image * shape.pixels * channels + divided(channel, shape.by_each) * (int)shape.each];
   }
   float first[VEC] = {}, all[VEC] = {}, squares[VEC] = {};
   int pixel = at.start + at.lane, count = 0;
@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
   const int warp = threadIdx.x / 32, beside = threadIdx.x % 32;
 #pragma unroll
   for (int i = 0; i < VEC; ++i) {
-    Moments m = moments_of(count, first[i] - near[i], all[i], squares[i]);
+    Moments m = moments_of(count, first[i] - (shape.rms ? 0 : to_float(near[i])), all[i], squares[i]);
     m.add_lanes(width);
     if (beside < width) noted[warp][i][beside] = m;
   }
@@ -132,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
   auto fetch = [&]() {
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u)
-      if (pixel + u * at.down < at.end) raw[u] = load(from + (long long)(pixel + u * at.down) * channels);
+      if (pixel + u * at.down < at.end) raw[u] = load_last(from + (long long)(pixel + u * at.down) * channels);
   };
   fetch();  // on its way while the parameters are
   float mean[VEC], a[VEC], b[VEC], more[VEC];

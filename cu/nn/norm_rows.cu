@@ -169,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
     raw_t raw[UNROLL];
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u)
-      if (at + u * THREADS * VEC < end) raw[u] = load(from + at + u * THREADS * VEC);
+      if (at + u * THREADS * VEC < end) raw[u] = load_last(from + at + u * THREADS * VEC);
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u)
       if (at + u * THREADS * VEC < end) {

@@ -16,7 +16,20 @@ from torch.fx import Graph, Node
 
 from pycuda_conv import dispatch, invariance
 from pycuda_conv.arrays import torch_internals
-from pycuda_conv.nn import casting, conv_norms, evaluation, folding, fused, linear, normalise, norms, pairs, pooling, upsampling
+from pycuda_conv.nn import (
+    casting,
+    concatenation,
+    conv_norms,
+    evaluation,
+    folding,
+    fused,
+    linear,
+    normalise,
+    norms,
+    pairs,
+    pooling,
+    upsampling,
+)
 from pycuda_conv.nn.autograd import _flat, without_autocast
 from pycuda_conv.nn.fused.launches import _LayerSpec
 from pycuda_conv.nn.graph.calls import Norm, Options, Targets
@@ -102,7 +115,7 @@ def _unfinished(*operands: Any) -> Any:
 class Light(_Folding):
     """Functions for graphs that run as they are."""
 
-    sums_in_training = counts = True
+    sums_in_training = counts = shares = True
     casts_early = False  # a repeated convolution inside of torch.autocast casts in its own sequence of launches
 
     def __init__(self, graph: Graph) -> None:
@@ -153,6 +166,9 @@ class Light(_Folding):
 
     def enlarge(self, x: Node, times: tuple[int, ...]) -> Node | None:
         return self.graph.call_function(upsampling.enlarge, (x, times))
+
+    def concatenate(self, a: Node, b: Node) -> Node | None:
+        return self.graph.call_function(concatenation.cat, (a, b))
 
     def max_pool(self, given: dict[str, Any], gradient: bool) -> Node | None:
         windows = tuple(given[name] for name in ("kernel_size", "stride", "padding", "dilation"))

@@ -89,6 +89,7 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned which) {
   return v;
 }
 template <class T> T __ldg(const T* at) { return *at; }
+template <class T> T __ldcs(const T* at) { return *at; }
 template <class T> T __ldcg(const T* at) { return *at; }
 template <class T, class V> T atomicAdd(T* at, V v) {
   const T old = *at;

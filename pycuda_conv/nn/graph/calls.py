@@ -44,6 +44,9 @@ class Targets:
     #: whether a layer that is trained takes the sum with a residual, and whether it counts the batches
     sums_in_training = counts = False
 
+    #: whether an activation that is computed twice becomes one, as inductor makes it
+    shares = False
+
     #: whether convolutions with gradients take parameters that were cast at the graph's start
     casts_early = True
 
@@ -99,6 +102,10 @@ class Targets:
         can be read at the graph's start.
         """
         raise NotImplementedError
+
+    def concatenate(self, a: Node, b: Node) -> Node | None:
+        """Two tensors whose channels are last in memory, concatenated along them, or None where that stays torch's."""
+        return None
 
     def convolve_parts(self, node: Node, parts: Sequence[Node]) -> None:
         """Let a call that waits for its norm read two arrays in place of their concatenation."""

@@ -15,8 +15,9 @@ from pycuda_conv.nn import pairs
 from pycuda_conv.nn.autograd import traced_layout
 from pycuda_conv.nn.graph.calls import Norm, Options
 from pycuda_conv.nn.graph.memory import is_plain
-from pycuda_conv.nn.graph.rewriting import Chain, Rewrite
+from pycuda_conv.nn.graph.rewriting import Chain, Rewrite, lies
 from pycuda_conv.nn.graph.steps import aten, bound, name_of, value
+from pycuda_conv.problem import channels_last
 
 HALVES = torch.float16, torch.bfloat16
 _CATS = {torch.cat, torch.concat, torch.concatenate, aten.cat.default}
@@ -50,6 +51,21 @@ def take(rewrite: Rewrite, node: Node, grad: bool) -> None:
     rewrite.replace([cat, node], new)
 
 
+def take_cat(rewrite: Rewrite, node: Node, grad: bool) -> None:
+    """Put one launch in the place of a concatenation along channels that stayed, where the graph runs as it is."""
+    parts = _concatenated(node)
+    if parts is None or rewrite.needs_gradient(grad, *parts) or node not in rewrite.order:
+        return
+    ndim = value(node).dim() - 2
+    last = channels_last(ndim + 2, ndim)
+    if last is None or not all(lies(value(one), last) for one in (node, *parts)) or len({value(one).dtype for one in (node, *parts)}) > 1:
+        return
+    with rewrite.graph.inserting_before(node):
+        new = rewrite.targets.concatenate(*parts)
+    if new is not None:
+        rewrite.replace([node], new)
+
+
 def _take_residual(rewrite: Rewrite, node: Node, options: Options) -> bool:
     """Whether the convolution that is the residual of another is computed with it now."""
     x, weight, bias, *_, residual = node.args[:8]
@@ -73,7 +89,12 @@ def _take_residual(rewrite: Rewrite, node: Node, options: Options) -> bool:
 
 def _parts(rewrite: Rewrite, cat: Node, reader: Node) -> tuple[Node, Node] | None:
     """The two tensors that a step concatenates along their channels, if one convolution alone reads the result."""
-    if cat.op != "call_function" or cat.target not in _CATS or cat not in rewrite.order or rewrite.reader_of(cat) is not reader:
+    return _concatenated(cat) if cat in rewrite.order and rewrite.reader_of(cat) is reader else None
+
+
+def _concatenated(cat: Node) -> tuple[Node, Node] | None:
+    """The two tensors that a step concatenates along their channels."""
+    if cat.op != "call_function" or cat.target not in _CATS or not is_plain(cat):
         return None
     given = bound(cat, ("tensors", "dim"))
     if given is None or given["dim"] not in (1, 1 - value(cat).dim()) or not isinstance(given["tensors"], (list, tuple)):
