@@ -223,14 +223,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, TWIN ? 2 : 1)
   AFTER_LAST_LAUNCH
   const int warpgroup = threadIdx.x / 128;
   if (warpgroup == 0) {
-<<<<<<< HEAD
     registers_down<PINGPONG || TWIN ? 24 : 40>();
-    const CUtensorMap* const filters = MAP_W;
-=======
-    registers_down<PINGPONG ? 24 : 40>();
     const CUtensorMap* filters = nullptr;
     IF_MAP_W(filters = &map_w;)
->>>>>>> main
     if (threadIdx.x == 0) produce(w, filters, maps_x, shapes, rings);
   } else {
     registers_up<PINGPONG ? 240 : 232>();
