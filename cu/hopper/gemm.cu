@@ -5,7 +5,8 @@
 //
 // pack.cu packed both operands: channels last, 16 bits, in LIMBS. PRODUCTS = 3 multiplies hi.hi, hi.lo and lo.hi for fp32 accuracy. The tensor
 // core's own sum truncates, so the kernel adds it to fp32 registers every 64 of k (promotion). The two cross products are 2^-11 of the result and
-// stay in the tensor core. PRODUCTS = 2 is for images of bytes, whose second limb is 0: it multiplies hi.hi and lo.hi. PRODUCTS = 1 multiplies the first limb alone, or arrays that have 16 bits to begin with. Method: Ootomo and Yokota,
+// stay in the tensor core. PRODUCTS = 2 is for images of bytes, whose second limb is 0: it multiplies hi.hi and lo.hi.
+// PRODUCTS = 1 multiplies the first limb alone, or arrays that have 16 bits to begin with. Method: Ootomo and Yokota,
 // 2022 (doi 10.1177/10943420221090256).
 //
 // Mapping  block: persistent, one a multiprocessor; takes tiles blockIdx.x, + gridDim.x, ... of BLOCK_M channels x BLOCK_N pixels.
