@@ -9,9 +9,11 @@ import ctypes
 import fcntl
 import gc
 import importlib.util
+import math
 import os
 import sys
 import time
+from functools import cache
 
 # Libraries' threads spin while they wait for each other. numpy's products are small here, and take one thread less time than two; workers that
 # compute side by side share the processors. Set before the libraries start.
@@ -82,7 +84,10 @@ def nothing_old_is_searched():
     gc.freeze()
 
 
-_reason = {}
+@cache
+def _why_no_cuda() -> str | None:
+    return why_no_cuda()
+
 
 
 def pytest_runtest_setup(item):
@@ -95,11 +100,7 @@ def pytest_runtest_setup(item):
 
 def _why_no_gpu(item):
     """Why a test that needs a GPU can't run here; None of another."""
-    if item.get_closest_marker("gpu") is None:
-        return None
-    if "cuda" not in _reason:
-        _reason["cuda"] = why_no_cuda()
-    return _reason["cuda"]
+    return None if item.get_closest_marker("gpu") is None else _why_no_cuda()
 
 
 @contextlib.contextmanager
@@ -115,20 +116,39 @@ def _gpu_locked(alone):
         yield
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item, nextitem):
-    """Thousands of tests need a GPU. Without one each is reported as skipped, and nothing is set up or taken down for it.
+#: How many tests were left out since there is no GPU.
+_left_out = [0]
 
-    The last of a module takes down what the module has set up: pytest sees to that.
-    """
-    if nextitem is None or nextitem.parent is not item.parent or not (why := _why_no_gpu(item)):
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(collector, name, obj):
+    """Thousands of tests need a GPU. Without one they are not made, and told as a number: making and reporting each would take a minute."""
+    marks = getattr(obj, "pytestmark", ()) if callable(obj) and name.startswith("test") else ()
+    if not any(mark.name == "gpu" for mark in marks) or not _why_no_cuda():
         return None
-    now, at = time.time(), (__file__, _why_no_gpu.__code__.co_firstlineno, f"Skipped: {why}")
-    report = pytest.TestReport(item.nodeid, item.location, {"skip": 1}, "skipped", at, "setup", start=now, stop=now)
-    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    item.ihook.pytest_runtest_logreport(report=report)
-    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-    return True
+    sets = [mark.args[1] for mark in marks if mark.name == "parametrize"]
+    _left_out[0] += math.prod(len(list(one)) for one in sets)
+    return []
+
+
+def pytest_collection_modifyitems(config, items):
+    """And those of whose parameters one is a GPU."""
+    without = [item for item in items if not _why_no_gpu(item)]
+    _left_out[0] += len(items) - len(without)
+    items[:] = without
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["left_out"] = _left_out[0]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    """All workers leave out the same tests."""
+    _left_out[0] = max(_left_out[0], getattr(node, "workeroutput", {}).get("left_out", 0))
+
+
+def pytest_terminal_summary(terminalreporter):
+    if _left_out[0]:
+        terminalreporter.write_line(f"{_left_out[0]} tests need a GPU: {_why_no_cuda()}")
 
 
 class _Failures:

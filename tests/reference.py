@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import math
 import os
 import re
@@ -12,7 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ import numpy as np
 import pytest
 
 from pycuda_conv import ConvProblem
+from pycuda_conv.runtime import driver
 from pycuda_conv.runtime.base import KERNEL_DIR, KernelLaunch
 from pycuda_conv.runtime.compiler import Nvcc
 from pycuda_conv.tools.distributions import DISTRIBUTIONS
@@ -418,6 +420,16 @@ def covering(launches: list[KernelLaunch]) -> list[KernelLaunch]:
         if wanted <= set().union(*(values[other] for other in others)):
             chosen = others
     return [launches[i] for i in chosen]
+
+
+def by_turns(*axes: Iterable[Any], rounds: int = 1) -> list[tuple]:
+    """All combinations where there is a GPU. PoCL takes a second for each: there, each value of the longest axis so many times, with others of each other axis."""
+    values = [list(axis) for axis in axes]
+    if all_texts or driver.why_not() is None:
+        return list(itertools.product(*values))
+    longest = max(map(len, values))
+    turns = [(i, round_) for round_ in range(rounds) for i in range(longest)]
+    return list(dict.fromkeys(tuple(axis[(i + round_ * (len(axis) < longest)) % len(axis)] for axis in values) for i, round_ in turns))
 
 
 #: Texts in one run of nvcc, which takes half a second before it begins with the first.

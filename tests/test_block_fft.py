@@ -6,7 +6,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import test_epilogue as epilogue
-from reference import DISTRIBUTIONS, DTYPES, TINY, assert_close, assert_exact, assert_lost_alike, check, dgrad, fprop, run
+from reference import (
+    DISTRIBUTIONS,
+    DTYPES,
+    TINY,
+    assert_close,
+    assert_exact,
+    assert_lost_alike,
+    by_turns,
+    check,
+    dgrad,
+    fprop,
+    reference,
+    run,
+)
+from test_borders import padded
 
 from pycuda_conv import ConvProblem, Plan, engines
 from pycuda_conv.engines.fft import blocks
@@ -71,8 +85,7 @@ def test_lengths():
             assert batch * n * blocks.BYTES + blocks.FIXED_BYTES <= shared_limit(device) or not batch
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", [FIRST, SECOND, LINE], ids=str)
+@pytest.mark.parametrize(("case", "dtype"), by_turns([FIRST, SECOND, LINE], DTYPES, rounds=2), ids=str)
 def test_every_type(device, case, dtype):
     if dtype == "bfloat16" and get_device(device).backend == "cuda":
         pytest.skip("PyCUDA has no arrays of bfloat16")
@@ -102,7 +115,7 @@ def test_pairs_in_several_rows_of_launches(device, monkeypatch):
 # ---- every element is right
 
 
-@pytest.mark.parametrize(("case", "kind"), [*((case, kind) for case in (LARGE, SECOND, BACK, LINE) for kind in DISTRIBUTIONS), (VOLUME, "sky"), (VOLUME, "one large")], ids=str)
+@pytest.mark.parametrize(("case", "kind"), [*by_turns((LARGE, SECOND, BACK, LINE), DISTRIBUTIONS, rounds=2), (VOLUME, "sky"), (VOLUME, "one large")], ids=str)
 def test_elements_are_right_for_all_kinds_of_numbers(device, case, kind):
     x, w, b = case.drawn(kind)
     ref, magnitude = case.reference(x, w, b), case.reference(abs(x), abs(w), b)
@@ -121,8 +134,7 @@ def listed(case, device, *arrays):
     return y, workspace[args.count_at :][:1].view(np.int32)[0]
 
 
-@pytest.mark.parametrize("kind", ["black", "half", "one star", "tails", "faint"])
-@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize(("full", "kind"), by_turns([True, False], ["black", "half", "one star", "tails", "faint"]))
 def test_zeros_stay_zeros_and_what_may_be_off_is_summed(device, monkeypatch, kind, full):
     """From a list, and by the threads themselves once that is full. Zeros in segments of a block cost no sums."""
     if full:
@@ -146,8 +158,7 @@ def test_zeros_stay_zeros_and_what_may_be_off_is_summed(device, monkeypatch, kin
         assert np.array_equal(y, got) and (count == 0 if kind == "black" else count < ref.size / 4 if kind != "faint" else count > ref.size / 8)
 
 
-@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan, 3e38])
-@pytest.mark.parametrize("where", ["image", "filter"])
+@pytest.mark.parametrize(("where", "value"), by_turns(["image", "filter"], [np.inf, -np.inf, 3e38, np.nan]))
 def test_inf_and_nan_reach_what_they_reach_in_a_sum(device, value, where):
     x, w, b = SECOND.normals("float32")
     if where == "image":
@@ -211,8 +222,7 @@ def test_a_worse_transform_is_noticed(device, monkeypatch):
     assert not (abs(run(plan(case, device), x, w) - ref) <= 2.0**-23 * magnitude).all()
 
 
-@pytest.mark.parametrize("parts", epilogue.PARTS)
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize(("dtype", "parts"), by_turns(["float32", "float16"], epilogue.PARTS))
 def test_what_follows_the_sums(device, dtype, parts):
     case = SECOND
     made = Plan(epilogue.finishing(case.problem(dtype), parts), device, config=BlockFft(*CASES[case]))
@@ -325,3 +335,25 @@ def test_blocks_that_no_multiprocessor_holds():
     with pytest.raises(ValueError, match="two rows need more"):
         engines.schedule(problem, BlockFft(6912, 128), TURING)
     assert isinstance(engines.choose(problem, TURING), BlockFft)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_border_is_read_where_it_stands(device, seed):
+    """No copy of the image with its border is made. Zeros, NaN and Inf let results be summed, which reads the border too."""
+    rng = np.random.default_rng(700 + seed)
+    ndim = (2, 1, 2, 3)[seed % 4]
+    size, taps = (tuple(map(int, rng.integers(low, high[ndim - 1], ndim))) for low, high in ((20, (900, 90, 24)), (2, (60, 12, 5))))
+    pads = tuple((int(a), int(b)) for a, b in rng.integers(0, 9, (ndim, 2)))
+    modes = tuple((str(a), str(b)) for a, b in rng.choice(("zeros", "replicate", "reflect", "circular", "symmetric"), (ndim, 2)))
+    pads, modes = ((5, 3), *pads[1:]), (("reflect", modes[0][1]), *modes[1:])
+    x_shape, w_shape = (2, 2, *size), (4, 1, *taps)
+    problem = ConvProblem.forward(ndim, x_shape, w_shape, groups=2, padding=pads, padding_mode=modes)
+    made = Plan(problem, device, config=engines.Bordered(str(BlockFft(*(64,) * max(ndim, 2)))))
+    assert "border_" not in made.explain()
+    x, w = rng.integers(-4, 5, x_shape).astype("float32"), rng.integers(-4, 5, w_shape).astype("float32")
+    if seed % 2:
+        x[rng.random(x_shape) < 0.9] = 0
+    if seed % 3 == 0:
+        x[0, 0].flat[0], x[1, 1].flat[-1] = np.nan, np.inf
+    with np.errstate(all="ignore"):
+        np.testing.assert_array_equal(made(x, w), reference(False, ndim, padded(x.astype(np.float64), pads, modes), w, groups=2))

@@ -66,7 +66,7 @@ def test_every_engine_has_cases():
 #: Engines whose tests are no data yet: the portable ones run on every device of the machine, the others are emulated.
 ELSEWHERE = {
     "nhwc": "test_depthwise_nhwc.py", "blocks": "test_block_fft.py", "library_fft": "test_library_fft.py", "fft": "test_fft.py", "direct": "test_kernels.py",
-    "patch_wgrad": "test_patch_wgrad.py", "direct_gemm": "test_kernels.py", "dmma": "test_dmma.py", "mma_gemm": "test_implicit_gemm.py", "hopper_gemm": "test_implicit_gemm.py",
+    "patch_wgrad": "test_patch_wgrad.py", "direct_gemm": "test_kernels.py", "dmma": "test_dmma.py", "hopper_gemm": "test_implicit_gemm.py",
     "via_nhwc": "test_via_nhwc.py", "bordered": "test_borders.py", "upsampled": "test_upsampling.py",
 }  # fmt: skip
 
@@ -94,13 +94,16 @@ def test_the_runs_have_every_value_of_every_define(of):
 @simulated
 @pytest.mark.parametrize(("of", "run"), each("runs"))
 def test_the_text_computes_the_convolution(of, run):
-    """Integers exactly, random data within the bound; by turns with a kept filter and with one whose channels are last in memory."""
+    """Integers exactly; by turns with a kept filter and with one whose channels are last in memory. Random data within the bound, of 16 bits in each third run."""
     case, mode, config = run
     problem, number, arrays = asked(case, mode), of.runs.index(run), case.integers(dtype_of(mode))
     program, ref = of.engine.schedule(problem.launched, config, H200), case.reference(*arrays)
     assert_exact(simt.computed(problem, config, *arrays, seeds=(1,)), ref, config)
     ways = [{"kept": True}] * bool(program.filter_bytes) + [{"filter_last": True}] * bool(program.filter_last)
-    assert_exact(simt.computed(problem, config, *arrays, seeds=(2,), **(ways[number % len(ways)] if ways else {})), ref, config)
+    for way in ways[number % len(ways) :][:1] if ways else ():
+        assert_exact(simt.computed(problem, config, *arrays, seeds=(2,), **way), ref, config)
+    if dtype_of(mode) != "float32" and number % 3:
+        return
     arrays = case.normals(dtype_of(mode), seed=1)
     ref = case.reference(*arrays)
     assert_close(simt.computed(problem, config, *arrays, seeds=(3,)), ref, allowed(case, mode, arrays, ref), config)

@@ -1,8 +1,9 @@
-"""float64 on the tensor cores: what the kernel is told, followed in numpy; the kernel compiled; and, on a GPU, its numbers."""
+"""float64 on the tensor cores: the kernel's own text on the CPU (simt), compiled, and, on a GPU, its numbers."""
 
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
@@ -10,8 +11,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import simt
-from hypothesis import assume, given
-from hypothesis import strategies as st
 from modes import H200
 from on_gpu import Arrays, side_by_side
 from reference import NVCC, assert_close, assert_exact, covering, nvcc_of
@@ -19,10 +18,10 @@ from reference import NVCC, assert_close, assert_exact, covering, nvcc_of
 from pycuda_conv import ConvProblem, Plan, engines
 from pycuda_conv.engines.mma import dmma
 from pycuda_conv.engines.mma.dmma import Dmma
-from pycuda_conv.engines.schedule import PACKED, RESULT, WEIGHT, WORKSPACE
 
 torch = pytest.importorskip("torch", reason="the reference is torch's CPU convolution")
 
+simulated = pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
 A100 = SimpleNamespace(capability=(8, 0), multiprocessors=108, backend="cuda", name="cuda:0", model="NVIDIA A100")
 
 # ---- problems: a convolution x * w = y, and what of it is asked
@@ -93,116 +92,81 @@ def runs() -> list[tuple[ConvProblem, Dmma]]:
 
 RUNS = runs()
 
-# ---- the launches, followed in numpy
-
-
-def followed(asked: ConvProblem, config: Dmma, first, second, filter_last: bool = False, device=H200) -> np.ndarray:
-    """What the launches compute of arrays as they lie in memory, by the formulas at the head of the kernel. Unwritten memory is NaN."""
-    schedule = dmma.schedule(asked.launched, config, device)
-    size = math.prod(asked.result_shape)
-    memory = {
-        0: first.ravel(), WEIGHT: second.ravel(), PACKED: np.full(schedule.filter_bytes // 8, np.nan), RESULT: np.full(size, np.nan),
-        WORKSPACE: np.full(schedule.workspace_bytes // 8, np.nan),
-    }
-    for step in (launch for launches in (schedule.filter_last if filter_last else schedule.whole) for launch in launches):
-        step.source()  # checks the struct
-        if step.kernel == "direct_reduce":
-            memory[RESULT][:] = memory[WORKSPACE].reshape(-1, size).sum(axis=0)
-        elif step.kernel == "dmma_filter":
-            p = step.arguments
-            count = p.rows * p.phases * p.taps * p.channels
-            assert step.grid * step.block >= count and np.isnan(memory[PACKED][p.to : p.to + count]).all()
-            row, phase, tap, c = np.ogrid[: p.rows, : p.phases, : p.taps, : p.channels]
-            of_tap = tap // p.taps_rs * p.w_t + tap % p.taps_rs // p.taps_s * p.w_r + tap % p.taps_s * p.w_s
-            of_phase = phase // p.phases_hw * p.w_phase_d + phase % p.phases_hw // p.phases_w * p.w_phase_h + phase % p.phases_w * p.w_phase_w
-            of_row = row // p.rows_group * p.w_group + row % p.rows_group * p.w_row
-            memory[PACKED][p.to : p.to + count] = memory[WEIGHT][p.w_base + of_row + of_phase + of_tap + c * p.w_channel].ravel()
-        else:
-            _follow_product(step, memory)
-    assert not np.isnan(memory[RESULT]).any(), "something was not written"
-    return memory[RESULT]
-
-
-def _follow_product(step, memory) -> None:
-    p, w, y, x = step.arguments, memory[step.buffers[1]], memory[step.buffers[-1]], memory[0]
-    k, m, pixel = np.arange(p.reduction)[:, None], np.arange(p.rows)[:, None], np.arange(p.pixels)[None]
-    c, tap = (k % p.inner, k // p.inner) if p.channels_inside else (k // p.inner, k % p.inner)
-    t, r, s = tap // p.rs, tap % p.rs // p.s, tap % p.s
-    n, opq = pixel // p.opq, pixel % p.opq
-    out = opq // p.pq, opq % p.pq // p.q, opq % p.q
-    d, h, v = (
-        place * stride - pad + tap * dilation
-        for place, stride, pad, tap, dilation in zip(
-            out, (p.stride_d, p.stride_h, p.stride_w), (p.pad_d, p.pad_h, p.pad_w), (t, r, s), (p.dilation_d, p.dilation_h, p.dilation_w), strict=True
-        )
-    )
-    inside = (d >= 0) & (d < p.d) & (h >= 0) & (h < p.h) & (v >= 0) & (v < p.w)
-    tiles = -(-p.pixels // step.defines["BLOCK_N"]) * -(-p.rows // step.defines["BLOCK_M"])
-    each = p.split_steps * 8 * step.defines["SLICES"]
-    assert step.grid == tiles * p.groups * p.splits and p.splits * each >= p.reduction
-    for g in range(p.groups):
-        from_w = p.w_base + g * p.w_group + m * p.w_row + (c * p.w_channel + t * p.w_t + r * p.w_r + s * p.w_s).T
-        from_x = n * p.x_image + g * p.x_group + c * p.x_channel + ((d * p.h + h) * p.w + v) * p.x_pixel
-        a, b = w[from_w], np.where(inside, x[np.where(inside, from_x, 0)], 0)
-        to = n * p.y_image + g * p.y_group + (p.y_base + out[0] * p.y_d + out[1] * p.y_h + out[2] * p.y_w) * p.y_pixel
-        channel, phase = m // p.phases, m % p.phases
-        to = to + channel * p.y_channel + phase // p.phases_hw * p.phase_d + phase % p.phases_hw // p.phases_w * p.phase_h + phase % p.phases_w * p.phase_w
-        if p.pairs:
-            assert p.pixels % 2 == 0 and p.size % 2 == 0 and (to[:, ::2] % 2 == 0).all() and (np.diff(to)[:, ::2] == 1).all()
-        for split in range(p.splits):
-            part = slice(split * each, (split + 1) * each)
-            y[split * p.size + to] = a[:, part] @ b[part]
-        # what is copied two at a time are neighbours, begin at 16 bytes, and lie both inside
-        if step.defines["ONE_TAP"]:
-            assert inside.all() and (p.inner in (1, p.reduction) or not p.reduction)
-        if step.defines["A_VEC"] == 2 and not step.defines["A_IN_ROWS_OF_K"]:
-            assert p.rows % 2 == 0 and (from_w[::2] % 2 == 0).all() and (np.diff(from_w, axis=0)[::2] == 1).all()
-        elif step.defines["A_VEC"] == 2:
-            assert p.reduction % 2 == 0 and (from_w[:, ::2] % 2 == 0).all() and (np.diff(from_w)[:, ::2] == 1).all()
-        if step.defines["B_VEC"] == 2 and not step.defines["B_IN_ROWS_OF_K"]:
-            assert inside.all() and p.pixels % 2 == 0 and (from_x[:, ::2] % 2 == 0).all() and (np.diff(from_x)[:, ::2] == 1).all()
-        elif step.defines["B_VEC"] == 2 and p.reduction:
-            even = inside[::2]
-            assert (inside[1::2] == even).all() and (from_x[::2][even] % 2 == 0).all() and (np.diff(from_x, axis=0)[::2][even] == 1).all()
+# ---- on the simulated machine
 
 
 def lying(asked: ConvProblem, array: np.ndarray) -> np.ndarray:
     return np.moveaxis(array, 1, -1) if asked.layout == "NHWC" else array
 
 
-@pytest.mark.parametrize(("asked", "config"), RUNS, ids=str)
-def test_the_launches_compute_the_convolution(asked, config):
+def computed(asked: ConvProblem, config: Dmma, make=integers, filter_last: bool = False, **options) -> tuple[np.ndarray, np.ndarray]:
+    """The result in float64, and what it should be, as they lie in memory."""
     asked = replace(asked, has_bias=False)
-    first, second = operands(asked, integers)
+    first, second = operands(asked, make)
     want = lying(asked, reference(asked, first, second))
-    for filter_last in (False, True)[: 1 + (dmma.schedule(asked.launched, config, H200).filter_last is not None)]:
-        given = np.moveaxis(second, 1, -1) if filter_last else second
-        got = followed(asked, config, lying(asked, first), given, filter_last)
-        assert_exact(got.reshape(want.shape), want, f"{asked} {config}")
+    schedule = dmma.schedule(asked.launched, config, H200)
+    sizes = (0, want.nbytes, schedule.workspace_bytes, schedule.filter_bytes, 0, 0)
+    given = (np.frombuffer(np.ascontiguousarray(a).tobytes(), np.uint8) for a in (lying(asked, first), np.moveaxis(second, 1, -1) if filter_last else second))
+    memory = SimpleNamespace(buffers=[*given, *(np.full(size, 0xFF, np.uint8) for size in sizes)])
+    simt.run(schedule.filter_last if filter_last else schedule.whole, memory, 1, **options)
+    return memory.buffers[3].view(np.float64).reshape(want.shape), want
 
 
-@st.composite
-def requests(draw) -> tuple[ConvProblem, Dmma]:
-    ndim, groups = draw(st.integers(1, 3)), draw(st.sampled_from((1, 1, 2, 3)))
-    each = lambda lo, hi: tuple(draw(st.lists(st.integers(lo, hi), min_size=ndim, max_size=ndim)))  # noqa: E731
-    channels, written = groups * draw(st.integers(1, 9)), groups * draw(st.integers(1, 9))
-    filter_size, dilation, padding = each(1, 3), each(1, 2), each(0, 2)
-    size = [max(draw(st.integers(1, 9)), (f - 1) * d + 1 - 2 * q) for f, d, q in zip(filter_size, dilation, padding, strict=True)]
-    options = {"stride": each(1, 3), "padding": padding, "dilation": dilation, "groups": groups}
-    of = draw(st.sampled_from(("y", "x", "w")))
-    layout = "NCHW" if of == "w" else draw(st.sampled_from(("NCHW", "NHWC")))
-    asked = problem(of, (draw(st.integers(1, 3)), channels, *size), (written, channels // groups, *filter_size), layout, **options)
-    config = Dmma(*draw(st.sampled_from(list(dmma.TILES))), draw(st.integers(1, 4)))
-    assume(dmma.refusal(asked.launched, config) is None)
-    return asked, config
+#: Some of each tile.
+SOME = [run for tile in dmma.TILES for run in [run for run in RUNS if (run[1].BLOCK_M, run[1].BLOCK_N) == tile][::4]]
 
 
-@given(requests())
-def test_any_launch_computes_the_convolution(request):
-    asked, config = request
-    first, second = operands(asked, integers)
-    want = lying(asked, reference(asked, first, second))
-    assert_exact(followed(asked, config, lying(asked, first), second).reshape(want.shape), want, f"{asked} {config}")
+@simulated
+@pytest.mark.parametrize(("asked", "config"), SOME, ids=str)
+def test_the_launches_compute_the_convolution(asked, config):
+    last = SOME.index((asked, config)) % 2 and dmma.schedule(asked.launched, config, H200).filter_last is not None
+    got, want = computed(asked, config, filter_last=bool(last))
+    assert_exact(got, want, config)
+
+
+def drawn(r: random.Random) -> tuple[ConvProblem, Dmma]:
+    """A problem at random, and a configuration that runs it."""
+    ndim, groups = r.randint(1, 3), r.choice((1, 1, 2, 3))
+    channels, written = groups * r.randint(1, 9), groups * r.randint(1, 9)
+    filter_size, dilation, padding, stride = (tuple(r.randint(low, high) for _ in range(ndim)) for low, high in ((1, 3), (1, 2), (0, 2), (1, 3)))
+    size = [max(r.randint(1, 9), (f - 1) * d + 1 - 2 * q) for f, d, q in zip(filter_size, dilation, padding, strict=True)]
+    of = r.choice(("y", "x", "w"))
+    asked = problem(
+        of, (r.randint(1, 3), channels, *size), (written, channels // groups, *filter_size), "NCHW" if of == "w" else r.choice(("NCHW", "NHWC")),
+        stride=stride, padding=padding, dilation=dilation, groups=groups,
+    )  # fmt: skip
+    config = Dmma(*r.choice(list(dmma.TILES)), r.randint(1, 4))
+    return (asked, config) if dmma.refusal(asked.launched, config) is None else drawn(r)
+
+
+@simulated
+@pytest.mark.parametrize("seed", range(12))
+def test_any_launch_computes_the_convolution(seed):
+    asked, config = drawn(random.Random(seed))
+    got, want = computed(asked, config)
+    assert_exact(got, want, f"{asked} {config}")
+
+
+@simulated
+@pytest.mark.parametrize("tile", [(64, 64), (32, 32)])
+def test_a_long_sum_of_float64_is_no_chain_of_roundings(tile):
+    asked = problem("x", (1, 16, 16), (512, 16, 2))  # lines, whose gradients cuDNN sums by tap
+    y, w = (a.squeeze() for a in operands(asked, normals))
+    products = np.concatenate([w[:, :, 0, None] * y[:, None, 1:], w[:, :, 1, None] * y[:, None, :-1]])  # where both taps are
+    chain = np.zeros((16, 14))
+    for product in products:
+        chain += product
+    exact = sum(np.einsum("kc,kp->cp", w[:, :, r].astype(np.longdouble), y[:, 1 - r : 15 - r].astype(np.longdouble)) for r in (0, 1))
+    got, _ = computed(asked, Dmma(*tile), normals)
+    assert np.linalg.norm((got.squeeze()[:, 1:-1] - exact).astype(float)) < 0.5 * np.linalg.norm((chain - exact).astype(float))
+
+
+@simulated
+@pytest.mark.parametrize("name", ["bias", "scale", "residual"])
+def test_a_read_of_an_operand_that_is_not_there_is_found(name):
+    asked, config = next(run for run in RUNS if run[1].SPLIT == 1)
+    with pytest.raises(simt.Wrong):
+        computed(replace(asked, activation="relu"), config, broken=(f"if (p.has_{name})", "if (true)"))  # the sums are finished
 
 
 # ---- what it refuses, and what is chosen
@@ -362,7 +326,7 @@ def test_candidates_of_a_layer_with_a_part_of_the_epilogue_are_measured():
 # ---- gradients of filters, on the simulated machine
 
 
-@pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
+@simulated
 @pytest.mark.parametrize("options", [{}, {"padding": "same"}, {"dilation": 2}, {"groups": 2}], ids=str)
 @pytest.mark.parametrize(("x_shape", "w_shape"), [((2, 4, 6), (6, 4, 2)), ((2, 4, 7, 6), (6, 4, 3, 2)), ((2, 4, 5, 7, 6), (6, 4, 2, 3, 2))], ids=str)
 def test_gradients_of_filters_of_few_pixels(x_shape, w_shape, options):

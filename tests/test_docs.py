@@ -29,7 +29,10 @@ def blocks(page, language):
 
 
 #: Files that a page tells its reader to make.
-MADE = {"docs/howto/hopper-kernel.md": {"cu/hopper/boxes.cu", "pycuda_conv/engines/hopper/boxes.py", "tests/cases/boxes.py"}}
+MADE = {
+    "docs/howto/hopper-kernel.md": {"cu/hopper/boxes.cu", "pycuda_conv/engines/hopper/boxes.py", "tests/cases/boxes.py"},
+    "docs/howto/engine.md": {"cu/direct/scale.cu", "pycuda_conv/engines/direct/scale.py", "tests/cases/scale.py"},
+}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

@@ -1,4 +1,4 @@
-"""Engines are peers: what holds for each of them, and that another one needs no more than a line in the registry."""
+"""Engines are peers: what holds for each of them, and between them. tests/test_engine_pages.py adds others."""
 
 import ast
 import dataclasses
@@ -9,15 +9,11 @@ from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
-import covering
-import numpy as np
 import pytest
-import toy_engine
-from reference import assert_exact, fprop
-from toy_engine import Toy
+from reference import fprop
 
 import pycuda_conv
-from pycuda_conv import ConvProblem, Plan, engines, tune
+from pycuda_conv import engines
 from pycuda_conv.engines import base, registry
 from pycuda_conv.engines.direct.gemm import Gemm
 from pycuda_conv.runtime import base as runtime
@@ -39,12 +35,10 @@ def imported(path: Path) -> set[str]:
     return found
 
 
-base.complete(toy_engine)  # as registering does
-
 # ---- what holds for every engine
 
 
-@pytest.fixture(params=[*registry.ENGINES, toy_engine], ids=lambda engine: engine.__name__.rpartition(".")[2])
+@pytest.fixture(params=registry.ENGINES, ids=lambda engine: engine.__name__.rpartition(".")[2])
 def engine(request):
     return request.param
 
@@ -63,8 +57,8 @@ def test_it_has_what_the_protocol_names(engine):
 def test_it_imports_none_of_its_peers_and_its_kernels_have_its_name(engine):
     path = Path(engine.__file__)
     assert not imported(path) & {peer.__name__ for peer in registry.ENGINES}
-    assert list(runtime.KERNEL_DIR.rglob(f"{path.stem}*.cu")) or (runtime.KERNEL_DIR / path.stem).is_dir() or engine is toy_engine
-    assert all(cls.__module__.startswith(f"{engine.__package__}.") or engine is toy_engine for cls in engine.CONFIGS)
+    assert list(runtime.KERNEL_DIR.rglob(f"{path.stem}*.cu")) or (runtime.KERNEL_DIR / path.stem).is_dir()
+    assert all(cls.__module__.startswith(f"{engine.__package__}.") for cls in engine.CONFIGS)
 
 
 def test_its_configurations_are_frozen_and_made_of_defaults(engine):
@@ -121,54 +115,5 @@ def test_the_choice_is_the_shortest_prediction_of_any_engine(device):
 
 
 def test_a_configuration_of_no_engine_is_refused():
-    with pytest.raises(TypeError, match=r"config must be one of Depthwise, .*, but got Toy\(THREADS=128\) of type Toy"):
-        engines.schedule(fprop((2, 8, 9, 9), (8, 8, 1, 1)).problem(), Toy(), H200)
-
-
-# ---- another engine: two files, and a line in the registry
-
-CASE = fprop((3, 5, 7, 11), (5, 1, 1, 1), groups=5, bias=False)
-
-
-@pytest.fixture
-def registered(tmp_path, monkeypatch):
-    """The toy engine before all others, its kernel among theirs."""
-    for part in runtime.KERNEL_DIR.iterdir():
-        if part.is_dir() or part.suffix == ".cuh":
-            (tmp_path / part.name).symlink_to(part)
-    (tmp_path / "toy_engine.cu").symlink_to(Path(toy_engine.__file__).with_suffix(".cu"))
-    monkeypatch.setattr(runtime, "KERNEL_DIR", tmp_path)
-    runtime.headers.cache_clear()
-    monkeypatch.setattr(registry, "ENGINES", (toy_engine, *registry.ENGINES))
-    yield
-    runtime.headers.cache_clear()
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
-def test_another_engine_runs(registered, device, dtype):
-    arrays = CASE.integers(dtype)
-    plan = Plan(CASE.problem(dtype), device, config=Toy(64))
-    assert_exact(np.asarray(plan(*arrays[:2])), CASE.reference(*arrays), plan)
-    assert "toy_engine" in plan.explain()
-
-
-def test_another_engine_is_chosen_predicted_measured_and_kept_in_tables(registered):
-    problem = ConvProblem.forward(2, (64, 512, 56, 56), (512, 1, 1, 1), groups=512)
-    assert engines.choose(problem, H200) == Toy(256) and not engines.uses_tensor_cores(Toy()) and engines.filter_key(problem, Toy()) is None
-    predicted = [config for _, config in engines.predictions(problem, H200)]
-    assert predicted.index(Toy(256)) < predicted.index(Toy(128))
-    candidates = engines.candidates(problem, H200)
-    assert candidates[0] == Toy(256) and Toy(128) in candidates and any(isinstance(one, Gemm) for one in candidates)
-    choices = {("GPU", "p"): tune.Choice(Toy(96), 2.0)}
-    assert tune._parsed(tune._text(choices)) == choices
-    biased = ConvProblem.forward(2, (3, 5, 7, 11), (5, 1, 1, 1), groups=5, bias_shape=(5,))
-    assert "plain sums" in engines.refusal(biased, Toy(), H200) and not isinstance(engines.choose(biased, H200), Toy)
-
-
-def test_the_sanitizer_s_cases_have_all_features_of_their_pool():
-    """Of few problems: tests/covering.py."""
-    shown = dict(covering.pool(H200, 10, 1))
-    chosen = covering.cases(H200, 10, 1)
-    assert len(chosen) < len(shown)
-    assert set().union(*(shown[case] for case in chosen)) == set().union(*shown.values())
-    assert covering.missing(H200, chosen) == covering.missing(H200, shown)
+    with pytest.raises(TypeError, match=r"config must be one of Depthwise, .*, but got Gone\(name=''\) of type Gone"):
+        engines.schedule(fprop((2, 8, 9, 9), (8, 8, 1, 1)).problem(), base.Gone(), H200)

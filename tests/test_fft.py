@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 import pytest
 import test_epilogue as epilogue
-from reference import DISTRIBUTIONS, DTYPES, TINY, _pairs, assert_close, assert_exact, check, dgrad, fprop, reference, run
+from reference import DISTRIBUTIONS, DTYPES, TINY, _pairs, assert_close, assert_exact, by_turns, check, dgrad, fprop, reference, run
 
 import pycuda_conv as pc
 from pycuda_conv import ConvProblem, Plan, engines
@@ -127,8 +127,7 @@ def test_random_data_of_every_type(device, case, dtype):
         assert np.linalg.norm(got - ref) / np.linalg.norm(ref) < 2.0**-22
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
-@pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[6]], ids=str)
+@pytest.mark.parametrize(("case", "tile"), by_turns([CASES[0], CASES[1], CASES[6]], TILES, rounds=2), ids=str)
 def test_every_tile(device, case, tile):
     arrays = normals(case)
     got = run(Plan(case.problem(algorithm="fft"), device, config=Fft(*tile)), *arrays)
@@ -375,8 +374,7 @@ def test_integers_are_exact_by_default(device, case):
         assert_exact(run(Plan(case.problem(), device, config=Fft(*tile)), *arrays), case.reference(*arrays))
 
 
-@pytest.mark.parametrize("kind", DISTRIBUTIONS)
-@pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[3], CASES[6]], ids=str)
+@pytest.mark.parametrize(("case", "kind"), by_turns([CASES[0], CASES[1], CASES[3], CASES[6]], DISTRIBUTIONS, rounds=2), ids=str)
 def test_elements_are_right_by_default(device, case, kind):
     """Closer to float64 than a sum in float32: half a rounding of the result, and of the sum of magnitudes."""
     x, w, b = case.drawn(kind)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import test_epilogue as epilogue
-from reference import DISTRIBUTIONS, DTYPES, TINY, assert_close, assert_exact, assert_lost_alike, check, dgrad, fprop, run
+from reference import DISTRIBUTIONS, DTYPES, TINY, assert_close, assert_exact, assert_lost_alike, by_turns, check, dgrad, fprop, run
 
 import pycuda_conv as pc
 from pycuda_conv import ConvArgumentError, ConvProblem, Plan, engines
@@ -60,8 +60,7 @@ def test_results_are_rounded_once(device, case):
     assert_close(run(plan(case, device), x, w, b), ref, 2.0**-23 * magnitude)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[3], CASES[7]], ids=str)
+@pytest.mark.parametrize(("case", "dtype"), by_turns([CASES[0], CASES[2], CASES[3], CASES[7]], DTYPES, rounds=2), ids=str)
 def test_every_type(device, case, dtype):
     if dtype == "bfloat16" and get_device(device).backend == "cuda":
         pytest.skip("PyCUDA has no arrays of bfloat16")
@@ -80,8 +79,7 @@ def test_a_filter_of_100001_taps(device):
 LARGE = fprop((1, 1, 150, 170), (1, 1, 31, 31), padding=15)
 
 
-@pytest.mark.parametrize("kind", DISTRIBUTIONS)
-@pytest.mark.parametrize("case", [LARGE, CASES[1], CASES[3], CASES[9]], ids=str)
+@pytest.mark.parametrize(("case", "kind"), by_turns([LARGE, CASES[1], CASES[3], CASES[9]], DISTRIBUTIONS, rounds=2), ids=str)
 def test_elements_are_right_for_all_kinds_of_numbers(device, case, kind):
     x, w, b = case.drawn(kind)
     ref, magnitude = case.reference(x, w, b), case.reference(abs(x), abs(w), b)
@@ -127,8 +125,7 @@ def test_zeros_stay_zeros(device, kind):
     assert_close(got, ref, 2.0**-23 * magnitude + TINY["float32"])
 
 
-@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan, 3e38])
-@pytest.mark.parametrize("where", ["image", "filter"])
+@pytest.mark.parametrize(("where", "value"), by_turns(["image", "filter"], [np.inf, -np.inf, 3e38, np.nan]))
 def test_inf_and_nan_reach_what_they_reach_in_a_sum(device, value, where):
     x, w, b = SMALL.normals("float32")
     if where == "image":
@@ -158,9 +155,9 @@ def test_nan_among_many_taps_takes_no_sums(device, monkeypatch):
     assert np.allclose(got[~lost], expected[~lost], rtol=1e-5, atol=1e-3)
 
 
-@pytest.mark.parametrize("parts", epilogue.PARTS)
-@pytest.mark.parametrize(("case", "dtype"), [(CASES[0], "float32"), (CASES[2], "float16"), (CASES[3], "float32")], ids=str)
-def test_what_follows_the_sums(device, case, dtype, parts):
+@pytest.mark.parametrize(("of", "parts"), by_turns([(CASES[0], "float32"), (CASES[2], "float16"), (CASES[3], "float32")], epilogue.PARTS), ids=str)
+def test_what_follows_the_sums(device, of, parts):
+    case, dtype = of
     made = Plan(epilogue.finishing(case.problem(dtype), parts), device, config=CONFIG)
     epilogue.check(made, case, parts, run)
 

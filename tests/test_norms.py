@@ -96,7 +96,7 @@ def test_what_the_kernels_do_not_take_torch_computes(place):
 
 @pytest.mark.parametrize("place", PLACES)
 def test_second_derivatives(place):
-    x = torch.randn(3, 4, 5, 5, device=place, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(2, 2, 2, 2, device=place, dtype=torch.float64, requires_grad=True)
     norm = norm_of(x, place)
     given = x, norm.weight, norm.bias
     assert torch.autograd.gradcheck(lambda *given: norm_act(*given, None, None, activation="silu"), given)

@@ -10,7 +10,6 @@ import emulator
 import numpy as np
 import pytest
 import simt
-import test_dmma as dmma
 import test_implicit_gemm as implicit
 from alike import check_moments, sharing
 from awkward import BASE, SHAPES
@@ -26,7 +25,6 @@ from pycuda_conv.engines.hopper.dense import DenseNhwc
 from pycuda_conv.engines.hopper.gemm import ImplicitGemm
 from pycuda_conv.engines.hopper.pointwise import Pointwise
 from pycuda_conv.engines.layout import cast as casting
-from pycuda_conv.engines.mma.gemm import ImplicitGemm80
 from pycuda_conv.engines.nn import batch_norm
 from pycuda_conv.engines.schedule import Moments
 from pycuda_conv.runtime.base import TensorMap
@@ -260,16 +258,6 @@ def test_flagged_results_need_to_be_computed_once_more():
         assert not np.array_equal(np.isinf(y), np.isinf(case.reference(x, w, b)))
 
 
-# ---- mma/gemm.cu, for Ampere
-
-AMPERE = sample(SHAPES[2::24], ("fp32", "fp16 last", "bf16"), lambda case, mode: [ImplicitGemm80(64, 128, 4, 1), ImplicitGemm80(128, 64, 3, 3)])
-
-
-@pytest.mark.parametrize(("case", "mode", "config"), AMPERE, ids=ids(AMPERE))
-def test_implicit_gemm_of_ampere(case, mode, config):
-    check(case, mode, config, (1, 2))
-
-
 # ---- what finishes a sum, and what is noted of it
 
 FINISHED = [(fprop((3, 32, 9, 11), (72, 32, 3, 3), padding=1), "tf32 last", DenseNhwc(64, 64, 4)), (fprop((3, 100, 5, 16), (70, 100, 1, 1)), "fp32", Pointwise(32, 2, 3))]
@@ -463,53 +451,6 @@ def test_casts(shape, dtype):
         given = [one for array in arrays for one in (array.astype(dtype), 4 * array.size)]
         found = launched(([casting.widen(dtype, *parts)], 0), *given)
         assert all(np.array_equal(found[2 * i + 1].view("f"), array.astype(dtype).astype("f").ravel()) for i, array in enumerate(arrays))
-
-
-# ---- dmma.cu, direct/reduce.cu
-
-
-def run_dmma(problem, config, broken=None, make=dmma.integers):
-    """The result in float64, and what it should be."""
-    problem = replace(problem, has_bias=False)
-    first, second = dmma.operands(problem, make)
-    want = dmma.lying(problem, dmma.reference(problem, first, second))
-    schedule = dmma.dmma.schedule(problem.launched, config, dmma.H200)
-    sizes = (0, want.nbytes, schedule.workspace_bytes, schedule.filter_bytes, 0, 0)
-    given = (np.frombuffer(np.ascontiguousarray(a).tobytes(), np.uint8) for a in (dmma.lying(problem, first), second))
-    memory = SimpleNamespace(buffers=[*given, *(np.full(size, 0xFF, np.uint8) for size in sizes)])
-    simt.run(schedule.whole, memory, 1, broken=broken)
-    return memory.buffers[3].view(np.float64).reshape(want.shape), want
-
-
-#: Some of each tile.
-FLOAT64 = [run for size, each in (((64, 64), 9), ((128, 64), 9), ((32, 32), 9), ((32, 64), 9)) for run in [run for run in dmma.RUNS if (run[1].BLOCK_M, run[1].BLOCK_N) == size][::each]]
-
-
-@pytest.mark.parametrize(("problem", "config"), FLOAT64, ids=str)
-def test_float64(problem, config):
-    got, want = run_dmma(problem, config)
-    assert_exact(got, want, config)
-
-
-@pytest.mark.parametrize("tile", [(64, 64), (32, 32)])
-def test_a_long_sum_of_float64_is_no_chain_of_roundings(tile):
-    problem = dmma.problem("x", (1, 16, 16), (512, 16, 2))  # lines, whose gradients cuDNN sums by tap
-    y, w = (a.squeeze() for a in dmma.operands(problem, dmma.normals))
-    products = np.concatenate([w[:, :, 0, None] * y[:, None, 1:], w[:, :, 1, None] * y[:, None, :-1]])  # where both taps are
-    chain = np.zeros((16, 14))
-    for product in products:
-        chain += product
-    exact = sum(np.einsum("kc,kp->cp", w[:, :, r].astype(np.longdouble), y[:, 1 - r : 15 - r].astype(np.longdouble)) for r in (0, 1))
-    got, _ = run_dmma(problem, dmma.Dmma(*tile), make=dmma.normals)
-    assert np.linalg.norm((got.squeeze()[:, 1:-1] - exact).astype(float)) < 0.5 * np.linalg.norm((chain - exact).astype(float))
-
-
-@pytest.mark.parametrize("name", ["bias", "scale", "residual"])
-def test_a_read_of_an_operand_that_is_not_there_is_found(name):
-    problem, config = next((problem, config) for problem, config in dmma.RUNS if config.SPLIT == 1)
-    asked = replace(problem, activation="relu")  # the sums are finished
-    with pytest.raises(simt.Wrong):
-        run_dmma(asked, config, (f"if (p.has_{name})", "if (true)"))
 
 
 # ---- products of operands that both have rows along m and n, as a gradient of the filter multiplies them

@@ -173,32 +173,20 @@ DEVICE void prefetch_residual(const Shapes& shapes, int tile, int consumer, cons
 #if RECOMPUTES
 #include "hopper/gemm/gemm_recompute.cuh"
 #define IF_RECOMPUTES(...) __VA_ARGS__
-#define IF_NOT_RECOMPUTES(...)
 #else
 #define IF_RECOMPUTES(...)
-#define IF_NOT_RECOMPUTES(...) __VA_ARGS__
 #endif
 #if ADDS_PARTS
 #include "hopper/gemm/gemm_join.cuh"
 #define IF_ADDS_PARTS(...) __VA_ARGS__
-#define IF_ADDS_NONE(...)
 #else
 #define IF_ADDS_PARTS(...)
-#define IF_ADDS_NONE(...) __VA_ARGS__
 #endif
 #if WITH_MAP_W
-#define MAP_W &map_w
 #define IF_MAP_W(...) __VA_ARGS__
 #else
-#define MAP_W nullptr
 #define IF_MAP_W(...)
 #endif
-// code that stands only in texts with TENSOR_STORE, a define of 0 or 1
-#define IF_MAP_Y(...) IF_MAP_Y_(TENSOR_STORE, __VA_ARGS__)
-#define IF_MAP_Y_(...) IF_MAP_Y__(__VA_ARGS__)
-#define IF_MAP_Y__(tensor_store, ...) IF_MAP_Y_##tensor_store(__VA_ARGS__)
-#define IF_MAP_Y_0(...)
-#define IF_MAP_Y_1(...) __VA_ARGS__
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     hopper_gemm(const __grid_constant__ Maps maps_x, IF_MAP_W(const __grid_constant__ CUtensorMap map_w,) IF_MAP_Y(const __grid_constant__ CUtensorMap map_y,)
@@ -224,7 +212,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   }
   // split sums whose parts another launch adds are recomputed by that
   IF_RECOMPUTES(
-    const bool recomputes_own = IF_ADDS_PARTS(shapes.of[0].splits == 1 || join.joins) IF_ADDS_NONE(!JOINS || shapes.of[0].splits == 1);
+    const bool recomputes_own = !JOINS || shapes.of[0].splits == 1 IF_ADDS_PARTS(|| join.joins);
     if (threadIdx.x == 0) any_flag = 0;
   )
   __syncthreads();
@@ -232,7 +220,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int warpgroup = threadIdx.x / 128;
   if (warpgroup == 0) {
     registers_down<PINGPONG ? 24 : 40>();
-    const CUtensorMap* const filters = MAP_W;
+    const CUtensorMap* filters = nullptr;
+    IF_MAP_W(filters = &map_w;)
     if (threadIdx.x == 0) produce(w, filters, maps_x, shapes, rings);
   } else {
     registers_up<PINGPONG ? 240 : 232>();
@@ -247,25 +236,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     IF_MOMENTS(output.moments = moments;)
     consume(shapes, rings, consumer, {scale_n, scale_k, scale, bias}, output);
     IF_RECOMPUTES(
+      int* again = nullptr;  // where it says that moments have changed
       IF_MOMENTS(
-        if (!OF_LAYER(WITH_MOMENTS, shapes.of[0].scaled & 2)) redone = nullptr;
-        if (redone && threadIdx.x == 128) redone[blockIdx.x] = 0;
+        if (OF_LAYER(WITH_MOMENTS, shapes.of[0].scaled & 2)) again = redone;
+        if (again && threadIdx.x == 128) again[blockIdx.x] = 0;
       )
-      IF_NO_MOMENTS(int* const redone = nullptr;)
       if (!recomputes_own) return;
       if (TENSOR_STORE && threadIdx.x % 128 == 0) bulk_wait<0>();
       const RecomputeOperands operands = {raw_x, raw_w, bias, scale, residual, x_flags, w_flags, scale_n, scale_k};
     )
     IF_ADDS_PARTS(
       if (join.joins) {
-        IF_NOT_RECOMPUTES(if (TENSOR_STORE && threadIdx.x % 128 == 0) bulk_wait<0>();)
-        join_tiles(shapes, join, {y, tickets, bias, scale, residual, joined} IF_RECOMPUTES(, recomputes, operands));
+        join_tiles(shapes, join, {y, tickets, bias, scale, residual, joined}, recomputes, operands);
         return;
       }
     )
     IF_RECOMPUTES(
       named_barrier(STORED, 128 * CONSUMERS);
-      if (any_flag) recompute_tiles(shapes, recomputes, operands, redone, y);
+      if (any_flag) recompute_tiles(shapes, recomputes, operands, again, y);
     )
   }
 }

@@ -7,12 +7,15 @@ factors of :mod:`pycuda_conv.engines.calibration`.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from pycuda_conv.problem import ConvProblem
 
 FOLDER = Path(__file__).resolve().parents[1] / "tuned" / "costs"
 #: The file of the GPU to which the models were fitted.
@@ -29,20 +32,43 @@ class Costs:
         raise AttributeError(f"there is no cost {name} in {FOLDER / REFERENCE}")
 
 
-@cache
-def costs(engine: str) -> Costs:
+#: Its multiprocessors.
+MULTIPROCESSORS = 132
+
+
+def spread(us: float, multiprocessors: int) -> float:
+    """Microseconds of what the reference GPU's multiprocessors do together in `us`, on a GPU with so many."""
+    return us * MULTIPROCESSORS / multiprocessors
+
+
+def bytes_moved(problem: ConvProblem) -> int:
+    """Bytes of the images, of the result, and of a residual."""
+    results = math.prod(problem.result_shape) * (2 if problem.has_residual else 1)
+    return problem.itemsize * (math.prod(problem.input_shape) + results)
+
+
+#: Those of the engines that asked, by name.
+_made: dict[str, Costs] = {}
+
+
+def costs(engine: str, **guesses: float) -> Costs:
     """The constants of an engine's model, by its module's name, as "mma.few_inputs".
 
     Parameters
     ----------
     engine : str
+    **guesses : float
+        The constants of a new engine, until some are fitted: what the file has counts before them.
 
     Raises
     ------
     KeyError
-        The file has none of it.
+        The file has none of it, and there are no guesses.
     """
-    return Costs({name: read_as(entry[0]) for name, entry in _table()[engine].items() if name != "about"})
+    if engine not in _made:
+        known = _table().get(engine, {}) if guesses else _table()[engine]
+        _made[engine] = Costs(guesses | {name: read_as(entry[0]) for name, entry in known.items() if name != "about"})
+    return _made[engine]
 
 
 @contextmanager

@@ -7,8 +7,8 @@ their order, so a later one may rely on what an earlier one says.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import fields
-from itertools import product
+from itertools import chain, product
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from pycuda_conv.engines.base import Config
@@ -128,6 +128,10 @@ class Tiles:
         self.takes, self.of, self.shared, self.blocks = takes, of, shared, blocks
         #: The values of fields, one by one or together, in the order in which configurations are tried.
         self.values = (together or {}) | {(name,): [(value,) for value in some] for name, some in values.items()}
+        self._known = [
+            (names, attrgetter(*names), set(values) if len(names) > 1 else {value for (value,) in values})
+            for names, values in self.values.items()
+        ]
         self._limits = limits
 
     def refusal(self, problem: ConvProblem, config: Any) -> str | None:
@@ -135,8 +139,9 @@ class Tiles:
         reason = self.takes.why_not(problem)
         if reason:
             return reason
-        for names, values in self.values.items():
-            if tuple(getattr(config, name) for name in names) not in values:
+        for names, of, known in self._known:
+            if of(config) not in known:
+                values = self.values[names]
                 shown = ", ".join(str(value if len(value) > 1 else value[0]) for value in values)
                 return f"{names[0] if len(names) == 1 else '(' + ', '.join(names) + ')'} must be one of {shown}"
         reason = _first(self._limits, problem, config)
@@ -152,8 +157,7 @@ class Tiles:
             return
         values = self.values | {(name,): [(value,) for value in some] for name, some in given.items()}
         names = [name for some in values for name in some]
-        assert {field.name for field in fields(self.of)} >= set(names)
         for chosen in product(*values.values()):
-            config = self.of(**dict(zip(names, (value for some in chosen for value in some), strict=True)))
+            config = self.of(**dict(zip(names, chain.from_iterable(chosen), strict=True)))
             if self.refusal(problem, config) is None:
                 yield config

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
-from pycuda_conv.engines.geometry import accumulator_bytes, bits, ceil
+from pycuda_conv.engines.geometry import accumulator_bytes, bits, ceil, filter_last_strides, filter_strides
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
@@ -19,6 +20,10 @@ SHARED_KIB = {(7, 0): 96, (7, 2): 96, (7, 5): 64, (8, 0): 163, (8, 7): 163, (9, 
 def grid_refusal(blocks: int) -> str | None:
     """Why a launch can't have this many blocks, or None if it can."""
     return f"its grid is larger than {GRID_LIMIT:,} blocks" if blocks > GRID_LIMIT else None
+
+
+#: Elements from one group of a filter to the next, one channel of the result, one of the input, and one tap.
+Strides4 = tuple[int, int, int, int]
 
 
 class Buffer(IntEnum):
@@ -35,6 +40,8 @@ class Buffer(IntEnum):
 
 
 INPUT, WEIGHT, BIAS, RESULT, WORKSPACE, PACKED, SCALE, RESIDUAL = Buffer
+FINISH = BIAS, SCALE, RESIDUAL  # what finish.cuh reads
+OPERANDS = INPUT, WEIGHT, *FINISH, RESULT
 
 
 @dataclass(frozen=True)
@@ -92,6 +99,14 @@ class Schedule:
     def plain(cls, steps: list[list[KernelLaunch]], workspace_bytes: int = 0) -> Schedule:
         """Launches that read the filter as it is."""
         return cls([], steps, steps, workspace_bytes, 0)
+
+
+    @classmethod
+    def reading(cls, problem: ConvProblem, steps: Callable[[Strides4], list[list[KernelLaunch]]], last: bool = True) -> Schedule:
+        """Launches that read the filter as it lies; `steps` makes them from its strides. With `last` also if its second axis is last."""
+        group, row, channel = filter_strides(problem)
+        made = cls.plain(steps((group, row, channel, 1)))
+        return replace(made, filter_last=steps((group, *filter_last_strides(problem)))) if last else made
 
 
 class Arena:

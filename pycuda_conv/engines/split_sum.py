@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator
 from typing import Any, cast
 
-from pycuda_conv.engines.costs import costs
+from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.geometry import ceil, divider
-from pycuda_conv.engines.schedule import BIAS, RESIDUAL, RESULT, SCALE, finish
+from pycuda_conv.engines.schedule import FINISH, RESULT, WORKSPACE, Schedule, finish
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
@@ -41,8 +41,14 @@ def reduce_launch(problem: ConvProblem, split: int, parts: BufferSlice) -> Kerne
         size, split, width.bit_length() - 1, ceil(split, lanes), plane, divider(plane), channels, divider(channels),
         **finish(problem),
     )  # fmt: skip
-    buffers = (parts, BIAS, SCALE, RESIDUAL, RESULT)
+    buffers = (parts, *FINISH, RESULT)
     return KernelLaunch("direct_reduce", defines, ceil(size, width), THREADS, buffers, (), arguments=arguments)
+
+
+def in_parts(problem: ConvProblem, launch: KernelLaunch, parts: int, nbytes: int = 4) -> Schedule:
+    """A launch that leaves so many parts of sums of `nbytes` in the workspace, and the launch that adds them."""
+    size = nbytes * parts * math.prod(problem.result_shape)
+    return Schedule.plain([[launch], [reduce_launch(problem, parts, WORKSPACE)]], size)
 
 
 def reduce_two(first: KernelLaunch, second: KernelLaunch) -> KernelLaunch | None:
@@ -76,4 +82,4 @@ def variants(device: Device) -> Iterator[VariantSet]:
 def time(size: int, split: int, nbytes: int, multiprocessors: int) -> float:
     """Microseconds of adding parts of `size` sums of `nbytes`: the launch, a thread's waits, and writing and reading the parts."""
     run = ceil(split, _lanes(split))
-    return COST.BEGIN + COST.WAIT * ceil(run, 8) + 2 * split * size * nbytes / COST.MEMORY * 132 / multiprocessors
+    return COST.BEGIN + COST.WAIT * ceil(run, 8) + spread(2 * split * size * nbytes / COST.MEMORY, multiprocessors)

@@ -73,7 +73,7 @@ CASES = Cases(
     noted=[(SHAPES[i], mode, Pointwise(32, 2, 3)) for i, mode in ((0, "fp32"), (1, "tf32"), (4, "fp32 last"), (9, "tf32 last"))],
     not_finite=[(FINITE, mode, Pointwise(64, 2, 3)) for mode in KINDS],
     not_finite_gpu=[(replace(SHAPES[0], bias=False), mode, Pointwise()) for mode in KINDS],
-    ranged=[(THIN, mode, Pointwise(32, 2, 3), RANGED[i::6]) for i, mode in enumerate(KINDS)],
+    ranged=[(THIN, mode, Pointwise(32, 2, 3), RANGED[i::8]) for i, mode in enumerate(KINDS)],
     ranged_gpu=[(THIN, mode, Pointwise(), RANGED) for mode in KINDS],
     arguments=[
         ((fprop((7, 70, 6, 10), (100, 70, 1, 1)), "fp32", Pointwise(32, 2, 3)), "across down steps each rows columns boxes plane row_step column_step"),

@@ -63,11 +63,8 @@ struct JoinOperands {
 };
 
 // Adds the parts of those tiles whose last part this block stored. Only the consumers' threads come here, once all that they stored is visible.
-__device__ __noinline__ void join_tiles(const Shapes& shapes, const JoinArguments& join, const JoinOperands& operands
-#if RECOMPUTES
-                                        , const Recomputes& recomputes, const RecomputeOperands& flagged
-#endif
-) {
+__device__ __noinline__ void join_tiles(const Shapes& shapes, const JoinArguments& join, const JoinOperands& operands, const Recomputes& recomputes,
+                                        const RecomputeOperands& flagged) {
   __shared__ bool last;
   __threadfence();
   named_barrier(STORED, 128 * CONSUMERS);
@@ -87,8 +84,6 @@ __device__ __noinline__ void join_tiles(const Shapes& shapes, const JoinArgument
                 (out_t*)operands.y + apart);
     }
     named_barrier(STORED, 128 * CONSUMERS);
-#if RECOMPUTES
     if (mine && any_flag) recompute_tile(shapes, tile, RecomputeFinish(join), recomputes, flagged, nullptr, (out_t*)operands.y);
-#endif
   }
 }

@@ -3,7 +3,6 @@
 
 #if EMIT_MOMENTS
 #define IF_MOMENTS(...) __VA_ARGS__
-#define IF_NO_MOMENTS(...)
 // Four lanes share a channel's pixels.
 DEVICE void store_moments(const float (&sum)[WGMMA_N / 2], const Rows& rows, const GemmPhase& shape, const Output& output) {
   const int lane = threadIdx.x % 32, count = min(rows.end - rows.pixel, WGMMA_N);
@@ -52,5 +51,4 @@ DEVICE void store_moments(const float (&sum)[WGMMA_N / 2], const Rows& rows, con
 }
 #else
 #define IF_MOMENTS(...)
-#define IF_NO_MOMENTS(...) __VA_ARGS__
 #endif

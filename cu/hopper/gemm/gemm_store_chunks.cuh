@@ -1,6 +1,7 @@
 // gemm_store_chunks.cuh: sums to y through shared memory, CHUNK pixels at a time, for any layout and any phase.
 #pragma once
 
+#define IF_MAP_Y(...)
 constexpr int STAGING = 4 * 32 * 20 * 4;  // bytes of a consumer: a tile of each warp
 
 // Stores a warp's sums of CHUNK pixels from `base` on: its part of shared memory transposes them, so that neighbours are written together.

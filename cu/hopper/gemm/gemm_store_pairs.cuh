@@ -4,6 +4,7 @@
 // both phases become rows of y in shared memory.
 #pragma once
 
+#define IF_MAP_Y(...)
 // bytes of a warp: a piece, and of all its sums
 constexpr int INTERLEAVED_PIECE = 8 * CHUNK * 4, INTERLEAVED = 16 * WGMMA_N * 4 + INTERLEAVED_PIECE;
 constexpr int STAGING = 4 * INTERLEAVED;  // bytes of a consumer

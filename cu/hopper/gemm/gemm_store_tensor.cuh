@@ -1,6 +1,7 @@
 // gemm_store_tensor.cuh: TENSOR_STORE, sums to y by TMA, whole rows of channels. Their pitch is a multiple of 16 bytes.
 #pragma once
 
+#define IF_MAP_Y(...) __VA_ARGS__  // code that stands only in texts with a map of y
 static_assert(NHWC && WGMMA_N % CHUNK == 0, "whole chunks of pixels");
 constexpr int STAGING = 2 * CHUNK * 64 * (int)sizeof(out_t);  // bytes of a consumer: two tiles of CHUNK pixels x 64 channels, swizzled
 

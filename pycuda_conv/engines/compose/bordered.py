@@ -15,7 +15,7 @@ from typing import ClassVar
 from pycuda_conv.engines import registry
 from pycuda_conv.engines.base import LAST_RESORT, Config
 from pycuda_conv.engines.compose.delegate import delegate_order, delegate_refusal, delegated, moved, parsed, worth_comparing
-from pycuda_conv.engines.costs import costs
+from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.layout import border_copy
 from pycuda_conv.engines.schedule import INPUT, RESULT, WORKSPACE, Arena, Buffer, Schedule
 from pycuda_conv.engines.variants import VariantSet
@@ -159,7 +159,7 @@ def _overhead_us(problem: ConvProblem, delegate: Config | None, device: Device) 
     if problem.result_dtype:
         moved_bytes += (problem.itemsize + problem.result_itemsize) * math.prod(problem.result_shape)
         us += COST.BEGIN
-    return us + moved_bytes / COST.MEMORY * 132 / device.multiprocessors
+    return us + spread(moved_bytes / COST.MEMORY, device.multiprocessors)
 
 
 filter_key, _, time = delegated(_padded, _overhead_us)

@@ -15,10 +15,10 @@ from typing import ClassVar
 from pycuda_conv.engines import registry
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.compose.delegate import delegate_refusal, delegated, moved, parsed
-from pycuda_conv.engines.costs import costs
+from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, outputs_apart, taps_apart
 from pycuda_conv.engines.limits import CUDA, NOT_EMPTY, Takes, Tiles
-from pycuda_conv.engines.schedule import BIAS, RESIDUAL, RESULT, SCALE, WORKSPACE, Arena, Schedule, finish
+from pycuda_conv.engines.schedule import FINISH, RESULT, WORKSPACE, Arena, Schedule, finish
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
@@ -126,7 +126,7 @@ def _launch(problem: ConvProblem, columns: BufferSlice, filter_last: bool) -> Ke
         **by_axis("dil_", problem.dilation), **finish(problem),
     )  # fmt: skip
     defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": 0, "THREADS": THREADS}
-    buffers = columns, BIAS, SCALE, RESIDUAL, RESULT
+    buffers = columns, *FINISH, RESULT
     return KernelLaunch("columns_add", defines, ceil(size, THREADS), THREADS, buffers, (), arguments=args)
 
 
@@ -149,7 +149,7 @@ def _adding(problem: ConvProblem, delegate: Config, device: Device) -> float:
     us = 2 * nbytes / (COST.CACHED_RATE if nbytes < COST.CACHED else COST.COLUMN_RATE) + COST.ELEMENT[problem.layout] * results
     if problem.has_residual:
         us += problem.itemsize * results / COST.RESIDUAL_RATE
-    return COST.BEGIN + us * 132 / device.multiprocessors
+    return COST.BEGIN + spread(us, device.multiprocessors)
 
 
 filter_key, sum_order, time = delegated(_product, _adding)

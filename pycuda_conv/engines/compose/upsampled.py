@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pycuda_conv.engines import registry
 from pycuda_conv.engines.base import LAST_RESORT, Config
 from pycuda_conv.engines.compose.delegate import delegate_refusal, delegated, moved, parsed, worth_comparing
-from pycuda_conv.engines.costs import costs
+from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.layout import border_copy, enlarge
 from pycuda_conv.engines.schedule import INPUT, PACKED, WEIGHT, WORKSPACE, Arena, Buffer, Schedule
 from pycuda_conv.engines.variants import VariantSet
@@ -139,7 +139,7 @@ def _overhead_us(problem: ConvProblem, delegate: Config, device: Device) -> floa
         return 0.0
     size = problem.framed.padded.input_size if problem.folded else problem.input_size
     moved_bytes = problem.input_itemsize * math.prod(problem.input_shape) + problem.itemsize * problem.N * problem.C * math.prod(size)
-    return COST.BEGIN + moved_bytes / COST.MEMORY * 132 / device.multiprocessors
+    return COST.BEGIN + spread(moved_bytes / COST.MEMORY, device.multiprocessors)
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Upsampled]:

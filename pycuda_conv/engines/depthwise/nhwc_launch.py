@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from pycuda_conv.engines import split_sum
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.geometry import accumulator_bytes, arguments, border_numbers, ceil, near_sides, needs_64_bits
-from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, WORKSPACE, Schedule, finish, finish_constants
+from pycuda_conv.engines.schedule import INPUT, OPERANDS, RESULT, WEIGHT, WORKSPACE, Schedule, finish, finish_constants
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
@@ -220,7 +220,7 @@ def _launches_of(
         args = _wgrad_arguments(problem, config)
         launch = KernelLaunch("depthwise_nhwc_wgrad", defines, grid_of(problem, config), THREADS, buffers, (), arguments=args)
         return Schedule.plain([[launch]]) if parts == 1 else _with_sum(problem, parts, launch)
-    buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
+    buffers = OPERANDS
     if filter_size:
         defines |= {"R": filter_size, "S": filter_size, "STRIDE": problem.stride[1]}
     if isinstance(config, DepthwiseStrips):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from pycuda_conv.engines import split_sum
 from pycuda_conv.engines.base import Config
-from pycuda_conv.engines.costs import costs
+from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.depthwise.nhwc_launch import (
     COLUMNS,
     THREADS,
@@ -55,12 +55,12 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float:
     strips = isinstance(config, DepthwiseStrips) and unrolled_by(problem, DepthwiseStrips)
     if problem.K != problem.groups and not of_filter(problem) and not strips:  # threads load one number at a time
         singly = max(problem.macs / COST.SINGLY, math.prod(problem.result_shape) / COST.SINGLY_WRITTEN)
-        return COST.SINGLY_BEGIN + max(waits, singly * 132 / device.multiprocessors)
+        return COST.SINGLY_BEGIN + max(waits, spread(singly, device.multiprocessors))
     if not unrolled_by(problem, type(config)):  # its loops take as long as a 9x9 filter's were measured to take
         # a load of one channel takes as long
         narrow = vector_choices(DTYPE_CODES[problem.dtype], 0, type(config))[0] / vector_of(problem, type(config))
         loops = COST.LOOPS_OF_FILTER / (1 + FEW_TAPS / math.prod(problem.output_size)) if of_filter(problem) else COST.LOOPS
-        return 3 + max(waits, narrow * problem.macs / loops * 132 / device.multiprocessors)
+        return 3 + max(waits, spread(narrow * problem.macs / loops, device.multiprocessors))
     if isinstance(config, DepthwiseRing):
         return _ring_time(problem, config, device)
     work = _work(problem, config)
@@ -70,13 +70,13 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float:
         together = min(each, work.blocks)  # each block hides the latency of the others
         rate = min(terms.most, terms.first * together)
         busy = each * work.instructions / rate / COST.CLOCK  # each scheduler has a warp of the block
-        moving = problem.bytes / terms.memory * 132 / multiprocessors
+        moving = spread(problem.bytes / terms.memory, multiprocessors)
         return terms.begin + float((busy**terms.hidden + moving**terms.hidden) ** (1 / terms.hidden)) + work.steps * terms.step / together
     at_once = work.blocks * multiprocessors
     rounds = blocks / at_once
     if isinstance(config, DepthwiseWgrad) and rounds > 1:  # blocks are long and equal, so the last round takes as long as others
         blocks = ceil(blocks, at_once) * at_once
-    us = problem.bytes / COST.OTHER_MEMORY + (blocks * THREADS * work.instructions / COST.OTHER_ISSUED) * 132 / multiprocessors
+    us = problem.bytes / COST.OTHER_MEMORY + spread(blocks * THREADS * work.instructions / COST.OTHER_ISSUED, multiprocessors)
     us = COST.OTHER_BEGIN + us / min(1.0, rounds) + work.steps * COST.OTHER_STEP
     if isinstance(config, DepthwiseStrips):
         us *= COST.FLOAT64_STRIPS

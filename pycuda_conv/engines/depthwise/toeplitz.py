@@ -13,23 +13,10 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from pycuda_conv.engines.base import Config
-from pycuda_conv.engines.costs import costs
+from pycuda_conv.engines.costs import bytes_moved, costs, spread
 from pycuda_conv.engines.geometry import arguments, ceil, near_sides
 from pycuda_conv.engines.limits import AMPERE, HALVES, NOT_EMPTY, TWO_AXES, Takes, Tiles
-from pycuda_conv.engines.schedule import (
-    BIAS,
-    INPUT,
-    RESIDUAL,
-    RESULT,
-    SCALE,
-    WEIGHT,
-    Schedule,
-    check_shared,
-    finish,
-    finish_constants,
-    grid_refusal,
-    shared_limit,
-)
+from pycuda_conv.engines.schedule import OPERANDS, Schedule, check_shared, finish, finish_constants, grid_refusal, shared_limit
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF
 from pycuda_conv.engines.variants import FLAG, VariantSet
@@ -261,9 +248,8 @@ def schedule_with_border(source: ConvProblem, config: DepthwiseToeplitz, device:
         "LAST": int(problem.layout == "NHWC"), **({} if problem.border is None else {"BORDERED": 1}),
     }  # fmt: skip
     threads = 32 * WARPS[problem.layout]
-    buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
     launch = KernelLaunch(
-        "depthwise_toeplitz", defines, unit.blocks, threads, buffers, (), shared=unit.shared, arguments=args, layer=finish_constants(args)
+        "depthwise_toeplitz", defines, unit.blocks, threads, OPERANDS, (), shared=unit.shared, arguments=args, layer=finish_constants(args)
     )
     return Schedule.plain([[launch]])
 
@@ -326,7 +312,7 @@ def time(problem: ConvProblem, config: DepthwiseToeplitz, device: Device) -> flo
     cycles += unit.planes * (unit.x_rows * unit.units * (terms.whole if whole else terms.eight) + r * unit.taps_pitch * terms.tap)
     resident = max(1, min(COST.RESIDENT[problem.layout], SHARED_KIB * 1024 // (unit.shared + 1024)))
     busy = max(1.0, unit.blocks / device.multiprocessors) * cycles / COST.CLOCK
-    moved = problem.itemsize * (math.prod(problem.input_shape) + math.prod(problem.result_shape) * (2 if problem.has_residual else 1))
-    moving = moved / terms.memory * 132 / device.multiprocessors
+    moved = bytes_moved(problem)
+    moving = spread(moved / terms.memory, device.multiprocessors)
     us = terms.begin + math.hypot(busy, moving) + terms.wave * ceil(unit.blocks, device.multiprocessors * resident)
     return us * COST.LONG if problem.layout == "NCHW" and config.UNIT_KIB > UNITS["NCHW"][0] else us

@@ -59,19 +59,7 @@ from pycuda_conv.engines.geometry import (
     outputs_apart,
     taps_apart,
 )
-from pycuda_conv.engines.schedule import (
-    BIAS,
-    INPUT,
-    RESIDUAL,
-    RESULT,
-    SCALE,
-    STATIC_SHARED_BYTES,
-    WEIGHT,
-    WORKSPACE,
-    Schedule,
-    finish,
-    grid_refusal,
-)
+from pycuda_conv.engines.schedule import FINISH, INPUT, RESULT, STATIC_SHARED_BYTES, WEIGHT, WORKSPACE, Schedule, finish, grid_refusal
 from pycuda_conv.engines.split_sum import reduce_launch
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.variants import FLAG, VariantSet
@@ -217,7 +205,7 @@ def _launches_of(
     if device.backend != "cuda" and "UNROLLED" in defines:  # unrolling gains nothing there
         defines = {name: defines[name] for name in ("DTYPE", "INDEX_64", "THREADS", "BLOCK_C")}
     result = RESULT if split == 1 else WORKSPACE
-    buffers: tuple[int, ...] = (INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, result)
+    buffers: tuple[int, ...] = (INPUT, WEIGHT, *FINISH, result)
     if isinstance(config, Wgrad):
         buffers = (INPUT, WEIGHT, result)
     shared = room * accumulator_bytes(problem)

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 
 from pycuda_conv.engines.base import LAST_RESORT, Config, fastest
-from pycuda_conv.engines.costs import costs
+from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.geometry import (
     Phase,
     accumulator_bytes,
@@ -30,18 +30,7 @@ from pycuda_conv.engines.geometry import (
     written_strides,
 )
 from pycuda_conv.engines.limits import Takes, Tiles
-from pycuda_conv.engines.schedule import (
-    BIAS,
-    INPUT,
-    RESIDUAL,
-    RESULT,
-    SCALE,
-    STATIC_SHARED_BYTES,
-    WEIGHT,
-    WORKSPACE,
-    Schedule,
-    finish,
-)
+from pycuda_conv.engines.schedule import FINISH, INPUT, RESULT, STATIC_SHARED_BYTES, WEIGHT, WORKSPACE, Schedule, finish
 from pycuda_conv.engines.split_sum import reduce_launch, splits
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.variants import FLAG, VariantSet
@@ -184,7 +173,7 @@ def _product(problem: ConvProblem, config: Gemm, phase: Phase, filter_last: bool
         out_vec=int(fours and phase.step == (1, 1, 1) and not (split > 1 and problem.itemsize == 2)),
         **finish(problem, split > 1), **dict.fromkeys(_OF_RECOMPUTE, 0),
     )  # fmt: skip
-    buffers = (INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT if split == 1 else WORKSPACE)
+    buffers = (INPUT, WEIGHT, *FINISH, RESULT if split == 1 else WORKSPACE)
     return KernelLaunch("direct_gemm", defines, _grid(problem, config, plane), config.threads, buffers, (), arguments=arguments)
 
 
@@ -279,7 +268,7 @@ def time(problem: ConvProblem, config: Gemm, device: Device) -> float | None:
         work = sum(many * count * length for (_, _, many), count, length in zip(kinds, blocks, lengths, strict=True))
         us = max(COST.PHASED * work / multiprocessors + COST.LAST * fit * max(lengths), COST.PHASE_TIME * launches)
         apart = min(problem.stride[2], COST.SECTOR // problem.itemsize)  # phases that write a part of each sector of a row
-        us += problem.itemsize * math.prod(problem.result_shape) * apart / COST.SCATTERED * 132 / multiprocessors
+        us += spread(problem.itemsize * math.prod(problem.result_shape) * apart / COST.SCATTERED, multiprocessors)
         if launches > SIDE_BY_SIDE:
             queued = sum(many * alone(count, length) for (_, _, many), count, length in zip(kinds, blocks, lengths, strict=True))
             us = max(us, COST.QUEUED * queued / SIDE_BY_SIDE)

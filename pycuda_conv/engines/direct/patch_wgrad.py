@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from pycuda_conv.engines.base import Config, fastest
-from pycuda_conv.engines.costs import costs
+from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.geometry import accumulator_bytes, arguments, by_axis, ceil, needs_64_bits
 from pycuda_conv.engines.limits import Takes, Tiles
 from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Schedule
-from pycuda_conv.engines.split_sum import reduce_launch
+from pycuda_conv.engines.split_sum import in_parts
 from pycuda_conv.engines.split_sum import time as reduce_time
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.variants import FLAG, VariantSet
@@ -86,9 +86,7 @@ def schedule(problem: ConvProblem, config: PatchWgrad, device: Device, with_mome
     buffers = INPUT, WEIGHT, RESULT if slices == 1 else WORKSPACE
     threads = config.BLOCK_M // thread_m * (config.BLOCK_N // thread_n)
     launch = KernelLaunch("patch_wgrad", defines, _grid(problem, config), threads, buffers, (), arguments=args)
-    if slices == 1:
-        return Schedule.plain([[launch]])
-    return Schedule.plain([[launch], [reduce_launch(problem, slices, WORKSPACE)]], slices * size * accumulator_bytes(problem))
+    return Schedule.plain([[launch]]) if slices == 1 else in_parts(problem, launch, slices, accumulator_bytes(problem))
 
 
 def _arguments(problem: ConvProblem, config: PatchWgrad) -> Any:
@@ -148,7 +146,7 @@ def time(problem: ConvProblem, config: PatchWgrad, device: Device) -> float:
     us = COST.BEGIN + max(busy, waiting) * longer
     us += accumulator_bytes(problem) * math.prod(problem.result_shape) / COST.STORED
     if problem.layout == "CHWN" and math.prod(problem.output_size) > 1:  # neighbouring sums belong to channels, whose filters lie apart
-        us += math.prod(problem.result_shape) * COST.SECTOR / COST.SCATTERED * 132 / multiprocessors
+        us += spread(math.prod(problem.result_shape) * COST.SECTOR / COST.SCATTERED, multiprocessors)
     if config.SLICES > 1:
         us += reduce_time(math.prod(problem.result_shape), config.SLICES, accumulator_bytes(problem), multiprocessors)
     return us

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from pycuda_conv.engines.base import Config
-from pycuda_conv.engines.costs import costs
+from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.direct.configs import (
     Batched,
     Dgrad,
@@ -51,7 +51,7 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
         moved = problem.itemsize * (math.prod(problem.input_shape) + math.prod(problem.result_shape)) / COST.TILE_MEMORY
         if problem.has_residual:
             moved += problem.itemsize * math.prod(problem.result_shape) / COST.TILE_RESIDUAL
-        us = max(max(planes * of_plane, moved) * 132 / device.multiprocessors, alone)
+        us = max(spread(max(planes * of_plane, moved), device.multiprocessors), alone)
         return COST.TILE_START + us * (1.0 if problem.K == problem.C else 2.0)  # the results of a channel each read it again
     if isinstance(config, Wgrad):
         return wgrad_time(problem, config, device.multiprocessors)
@@ -60,7 +60,7 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
             return None  # by rule
         if problem.K == problem.C:
             warps = problem.N * problem.K * ceil(math.prod(problem.result_size), WARP)  # warps without a pixel do nothing
-            us = warps * (COST.SINGLE_TAP * math.prod(problem.filter_size) + COST.SINGLE_WARP) * 132 / device.multiprocessors
+            us = spread(warps * (COST.SINGLE_TAP * math.prod(problem.filter_size) + COST.SINGLE_WARP), device.multiprocessors)
             return COST.SINGLE_START + max(us, problem.bytes / COST.DIRECT_MEMORY)
         rounds = math.prod(problem.result_shape) / (COST.SINGLE_THREADS * device.multiprocessors)
         return COST.SINGLE_BEGIN + max(COST.TAP, COST.TAP_TOGETHER * rounds) * math.prod(problem.filter_size)

@@ -17,16 +17,14 @@ from functools import partial
 from typing import Any
 
 from pycuda_conv.engines.base import AMONG_TRANSFORMS, Config, fastest
-from pycuda_conv.engines.costs import costs
+from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.geometry import accumulator_bytes, arguments, bits, ceil, filter_strides, needs_64_bits
 from pycuda_conv.engines.limits import NOT_EMPTY, TWO_AXES, UNIT_STEPS, Takes, Tiles
 from pycuda_conv.engines.schedule import (
-    BIAS,
+    FINISH,
     INPUT,
     PACKED,
-    RESIDUAL,
     RESULT,
-    SCALE,
     WEIGHT,
     WORKSPACE,
     Arena,
@@ -218,7 +216,7 @@ def schedule(problem: ConvProblem, config: Fft, device: Device, with_moments: bo
         return KernelLaunch("fft_range", types, groups * args.pairs, PARTS, (x, into), (), arguments=args)
 
     def tiled(mode: int, args: Any, grid: int, x: int, read_from: int, into: int, flags_in: int) -> KernelLaunch:
-        buffers = x, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT, read_from, into, flags_in, packed.buffer
+        buffers = x, WEIGHT, *FINISH, RESULT, read_from, into, flags_in, packed.buffer
         return KernelLaunch(
             "fft_tiles", types | tile | line | {"MODE": mode, "THREADS": threads}, grid, threads, buffers, (), arguments=args,
             shared=config.TILE_H * (config.TILE_W + 1) * 2 * size,
@@ -370,5 +368,5 @@ def choose(problem: ConvProblem, device: Device) -> tuple[float, Fft] | None:
     if found is None or problem.algorithm == "fft":
         return found
     us, config = COST.CLEARLY * found[0], found[1]
-    plain = problem.macs / COST.PLAIN_RATE * 132 / device.multiprocessors
+    plain = spread(problem.macs / COST.PLAIN_RATE, device.multiprocessors)
     return (us * AMONG_TRANSFORMS if us < plain and not _dense(problem) else us), config

@@ -10,27 +10,16 @@ Where it may show, the result is a sum of products. ``docs/lab/transforms.md`` s
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 
 from pycuda_conv.engines.base import BY_RULE, Config
-from pycuda_conv.engines.costs import costs
+from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_strides, needs_64_bits, read_strides, written_strides
-from pycuda_conv.engines.schedule import (
-    BIAS,
-    INPUT,
-    RESIDUAL,
-    RESULT,
-    SCALE,
-    WEIGHT,
-    WORKSPACE,
-    Arena,
-    Schedule,
-    finish,
-    grid_refusal,
-)
+from pycuda_conv.engines.limits import NOT_EMPTY, Takes, Tiles
+from pycuda_conv.engines.schedule import INPUT, OPERANDS, WEIGHT, WORKSPACE, Arena, Schedule, finish
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
@@ -69,16 +58,6 @@ def unsupported(device: Device) -> str | None:
     """Why there is no library for `device`, or None."""
     there = device.backend == "opencl" or bool(getattr(device, "transforms", ""))  # a host has numpy's
     return None if there else f"no library of Fourier transforms serves {device.name}"
-
-
-def refusal(problem: ConvProblem, config: LibraryFft) -> str | None:
-    """Why it can't run `problem`, or None if it can."""
-    if problem.is_empty:
-        return "there is nothing to transform"
-    args = transforms(problem)
-    if _bytes(problem, args) > MOST_BYTES:
-        return f"its spectra and blocks take {_bytes(problem, args):,} bytes; at most {MOST_BYTES:,} are taken"
-    return grid_refusal(ceil(math.prod(problem.result_shape), THREADS))
 
 
 def _bytes(problem: ConvProblem, args: Transforms) -> int:
@@ -203,18 +182,22 @@ def _finish(problem: ConvProblem, args: Transforms, sums: int, limits: int) -> K
         y_image=y.image, y_group=y.group, y_channel=y.channel, **finish(problem),
     )  # fmt: skip
     defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(needs_64_bits(problem)), "THREADS": THREADS}
-    buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT, WORKSPACE
+    buffers = *OPERANDS, WORKSPACE
     return KernelLaunch("library_fft", defines, ceil(size, THREADS), THREADS, buffers, (), arguments=finish_args)
-
-
-def sum_order(problem: ConvProblem, config: LibraryFft) -> Hashable:
-    """One order of sums."""
-    return config
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each type."""
     yield VariantSet("library_fft", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "THREADS": (THREADS,)})
+
+
+def _too_large(problem: ConvProblem) -> str | None:
+    nbytes = _bytes(problem, transforms(problem))
+    return f"its spectra and blocks take {nbytes:,} bytes; at most {MOST_BYTES:,} are taken" if nbytes > MOST_BYTES else None
+
+
+TAKES = Takes(NOT_EMPTY, _too_large)
+LEGAL = Tiles(TAKES, LibraryFft, blocks=lambda problem, _: ceil(math.prod(problem.result_shape), THREADS))
 
 
 # ---- the choice
@@ -230,7 +213,7 @@ def time(problem: ConvProblem, config: LibraryFft, device: Device) -> float:
     products, blocks, runs = _products(problem, args.read, args.written), math.prod(args.blocks), 1 + args.magnitudes
     if device.backend == "cuda":
         numbers = math.prod(args.length) * (blocks * planes + filters + blocks * products / 8)
-        return runs * (COST.GPU_CALL_TIME + numbers * 8 * COST.GPU_PASSES / 2 / COST.GPU_MEMORY * 132 / device.multiprocessors)
+        return runs * (COST.GPU_CALL_TIME + spread(numbers * 8 * COST.GPU_PASSES / 2 / COST.GPU_MEMORY, device.multiprocessors))
     return COST.CALL_TIME + runs * _cost(args.length, blocks, filters, planes, products) * COST.UNIT_TIME / max(device.multiprocessors, 1)
 
 
@@ -251,7 +234,7 @@ def _mostly_right(problem: ConvProblem) -> bool:
 def configs(problem: ConvProblem, device: Device) -> Iterator[LibraryFft]:
     """Its one configuration, for filters of many taps."""
     config = LibraryFft()
-    if worthwhile(problem, device) and refusal(problem, config) is None:
+    if worthwhile(problem, device) and LEGAL.refusal(problem, config) is None:
         yield config
 
 

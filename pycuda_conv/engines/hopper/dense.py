@@ -18,16 +18,7 @@ from typing import Any
 from pycuda_conv.engines.addressing import MOST_PIXELS, PackedLayout, PhaseAddressing, phase_addressing
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.costs import costs
-from pycuda_conv.engines.geometry import (
-    arguments,
-    by_axis,
-    ceil,
-    count_phases,
-    filter_strides,
-    first_phases,
-    repeats,
-    too_many_phases,
-)
+from pycuda_conv.engines.geometry import arguments, by_axis, ceil, count_phases, filter_strides, first_phases, repeats, too_many_phases
 from pycuda_conv.engines.hopper.common import (
     CLOCK,
     ROW,
@@ -43,9 +34,7 @@ from pycuda_conv.engines.hopper.common import (
     store_mode,
     written_bytes,
 )
-from pycuda_conv.engines.hopper.common import (
-    COST as HOPPER_COST,
-)
+from pycuda_conv.engines.hopper.common import COST as HOPPER_COST
 from pycuda_conv.engines.hopper.dense_borders import Region, in_words, regions
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes
 from pycuda_conv.engines.layout import transpose_filter
@@ -53,12 +42,10 @@ from pycuda_conv.engines.limits import HOPPER, Takes, Tiles
 from pycuda_conv.engines.packed_product import repeat_arguments, tap_numbers, written_places
 from pycuda_conv.engines.range_guard import MomentsLayout
 from pycuda_conv.engines.schedule import (
-    BIAS,
+    FINISH,
     INPUT,
     PACKED,
-    RESIDUAL,
     RESULT,
-    SCALE,
     WEIGHT,
     WORKSPACE,
     Arena,
@@ -355,7 +342,7 @@ def _product(
         "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "STAGES": config.STAGES, "TYPE": ELEMENTS[problem.dtype],
         "W_MN_MAJOR": int(mn_major), "CLUSTER": config.CLUSTER, "PHASES": phases, **({"BORDERED": 1} if sides else {}),
     }
-    buffers: tuple[BufferSlice, ...] = (BIAS, SCALE, RESIDUAL, RESULT)
+    buffers: tuple[BufferSlice, ...] = (*FINISH, RESULT)
     if config.CLUSTER == phases == 1 and not mn_major and config.BLOCK_N <= MOMENTS_COLUMNS:  # the kernel's EMIT_MOMENTS
         buffers += (parts or RESULT,)
     return KernelLaunch(

@@ -30,26 +30,12 @@ from pycuda_conv.engines.hopper.common import (
     store_mode,
     written_bytes,
 )
-from pycuda_conv.engines.hopper.common import (
-    COST as HOPPER_COST,
-)
+from pycuda_conv.engines.hopper.common import COST as HOPPER_COST
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes
 from pycuda_conv.engines.layout import transpose_filter
 from pycuda_conv.engines.limits import HOPPER, Takes, Tiles
 from pycuda_conv.engines.packed_product import written_places
-from pycuda_conv.engines.schedule import (
-    BIAS,
-    INPUT,
-    PACKED,
-    RESIDUAL,
-    RESULT,
-    SCALE,
-    WEIGHT,
-    Arena,
-    Schedule,
-    finish,
-    finish_constants,
-)
+from pycuda_conv.engines.schedule import FINISH, INPUT, PACKED, RESULT, WEIGHT, Arena, Schedule, finish, finish_constants
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, why_not_one_product
 from pycuda_conv.engines.variants import VariantSet
@@ -188,7 +174,7 @@ def _product(problem: ConvProblem, config: GatherNhwc, place: BufferSlice, pitch
         "CLUSTER": config.CLUSTER,
     }  # fmt: skip
     return KernelLaunch(
-        "hopper_gather", defines, grid, 4 * config.BLOCK_M, (INPUT, BIAS, SCALE, RESIDUAL, RESULT), (),
+        "hopper_gather", defines, grid, 4 * config.BLOCK_M, (INPUT, *FINISH, RESULT), (),
         maps=(_filter_map(problem, config, place, pitch),), shared=_ring(config).nbytes(config.STAGES), arch="sm_90a", arguments=args,
         layer=finish_constants(args),
     )  # fmt: skip

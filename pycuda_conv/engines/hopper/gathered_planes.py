@@ -17,7 +17,7 @@ from pycuda_conv.engines.geometry import arguments, by_axis, ceil, pixel_by_pixe
 from pycuda_conv.engines.hopper.common import CLOCK, ROW, at_once, map_type, most_shared, stage_channels
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes
 from pycuda_conv.engines.limits import HOPPER, ONE_GROUP, Takes, Tiles
-from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
+from pycuda_conv.engines.schedule import FINISH, INPUT, RESULT, WEIGHT, Schedule, finish, finish_constants
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, why_not_one_product
 from pycuda_conv.engines.variants import FLAG, VariantSet
@@ -133,7 +133,7 @@ def schedule(problem: ConvProblem, config: GatheredPlanes, device: Device, with_
     }  # fmt: skip
     launch = KernelLaunch(
         "hopper_gathered_planes", defines, down * across * config.CLUSTER, 2 * config.BLOCK_M + 128 * config.GROUPS,
-        (*((WEIGHT,) if gathers else ()), INPUT, BIAS, SCALE, RESIDUAL, RESULT), (), maps=maps,
+        (*((WEIGHT,) if gathers else ()), INPUT, *FINISH, RESULT), (), maps=maps,
         shared=_ring(config).nbytes(config.STAGES), arch="sm_90a", arguments=args, layer=finish_constants(args),
     )  # fmt: skip
     return Schedule.plain([[launch]])

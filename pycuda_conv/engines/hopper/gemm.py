@@ -45,7 +45,7 @@ from pycuda_conv.engines.limits import HOPPER
 from pycuda_conv.engines.packed_product import assemble, repeat_arguments, tap_numbers, written_places
 from pycuda_conv.engines.packing import Operands, packs_filter_last
 from pycuda_conv.engines.range_guard import MomentsLayout, recompute_arguments
-from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Moments, Schedule, finish, finish_constants
+from pycuda_conv.engines.schedule import FINISH, INPUT, RESULT, WEIGHT, Moments, Schedule, finish, finish_constants
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import FLOAT, limbs, products
 from pycuda_conv.problem import ConvProblem
@@ -98,7 +98,7 @@ def _schedule(
         packed: PackedLayout, addressings: Sequence[PhaseAddressing], operands: Operands, target: BufferSlice, layout: MomentsLayout
     ) -> list[KernelLaunch]:
         flagged: tuple[BufferSlice, ...] = (INPUT, WEIGHT, operands.x_flags, operands.w_flags) if _may_recompute(problem, config) else ()
-        buffers = (operands.w_limbs, operands.x_scales, operands.w_scales, BIAS, SCALE, RESIDUAL, target)
+        buffers = (operands.w_limbs, operands.x_scales, operands.w_scales, *FINISH, target)
         launches, (arena, first) = [], operands.tickets
         for group in launches_of(problem):
             place = (arena, first) if joins(problem, config) else None

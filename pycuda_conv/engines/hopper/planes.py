@@ -17,7 +17,7 @@ from pycuda_conv.engines.geometry import arguments, ceil
 from pycuda_conv.engines.hopper.common import CLOCK, ROW, most_shared
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring
 from pycuda_conv.engines.limits import HALVES, HOPPER, IN_32_BITS, NOT_EMPTY, ONE_GROUP, POINTWISE, Takes, Tiles
-from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
+from pycuda_conv.engines.schedule import FINISH, INPUT, RESULT, WEIGHT, Schedule, finish, finish_constants
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF
 from pycuda_conv.engines.variants import FLAG, VariantSet
@@ -114,7 +114,7 @@ def schedule(problem: ConvProblem, config: Planes, device: Device, with_moments:
     }  # fmt: skip
     grid = min(args.tiles, device.multiprocessors * _blocks_per_sm(config))
     launch = KernelLaunch(
-        "hopper_planes", defines, grid, _threads(config), (BIAS, SCALE, RESIDUAL), (),
+        "hopper_planes", defines, grid, _threads(config), FINISH, (),
         maps=maps, shared=_ring(config).nbytes(config.STAGES), arch="sm_90a", arguments=args, layer=finish_constants(args),
     )  # fmt: skip
     return Schedule.plain([[launch]])

@@ -21,12 +21,10 @@ from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring
 from pycuda_conv.engines.limits import HOPPER, IN_32_BITS, NOT_EMPTY, ONE_GROUP, Takes, Tiles, types
 from pycuda_conv.engines.range_guard import MomentsLayout
 from pycuda_conv.engines.schedule import (
-    BIAS,
+    FINISH,
     INPUT,
     PACKED,
-    RESIDUAL,
     RESULT,
-    SCALE,
     WEIGHT,
     WORKSPACE,
     Arena,
@@ -227,7 +225,7 @@ def schedule(problem: ConvProblem, config: Pointwise, device: Device, with_momen
         step, of_filter = _filter(problem, config, kept, defines)
         prepare, maps = [[step]], [_images(problem, config), of_filter]
     moments_at: tuple[BufferSlice, ...] = (layout.parts,) if layout.moments else ()
-    buffers, grid = (BIAS, SCALE, RESIDUAL, target, *moments_at), min(product.tiles, multiprocessors)
+    buffers, grid = (*FINISH, target, *moments_at), min(product.tiles, multiprocessors)
     shared, args = _ring(config, limbs(problem)).nbytes(config.STAGES), product.arguments(problem)
     launch = KernelLaunch(
         "hopper_pointwise", defines, grid, THREADS, buffers, (), maps=tuple(maps), shared=shared, arch="sm_90a", arguments=args,

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pycuda_conv.engines.hopper import dense
 from pycuda_conv.engines.hopper.common import ROW, image_map, map_type, stage_channels
 from pycuda_conv.engines.hopper.dense import DenseNhwc
-from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Buffer, finish_constants
+from pycuda_conv.engines.schedule import FINISH, INPUT, RESULT, WEIGHT, Buffer, finish_constants
 from pycuda_conv.engines.tensor_cores import ELEMENTS
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, TensorMap
@@ -75,7 +75,7 @@ def launch(
     grid = min(total.tiles, device.multiprocessors * dense._blocks_per_sm(tile))
     shared, layer = dense._ring(tile, False).nbytes(tile.STAGES), {"WITH_MOMENTS": 0, "LAST_STEPS": dense.STEPS}
     return KernelLaunch(
-        "hopper_dense", defines, grid, 2 * tile.BLOCK_M + 32, (BIAS, SCALE, RESIDUAL, RESULT, RESULT), (), maps=tuple(maps), shared=shared,
+        "hopper_dense", defines, grid, 2 * tile.BLOCK_M + 32, (*FINISH, RESULT, RESULT), (), maps=tuple(maps), shared=shared,
         arch="sm_90a", arguments=(total, behind), layer=finish_constants(total) | layer,
     )  # fmt: skip
 

@@ -30,19 +30,7 @@ from pycuda_conv.engines.geometry import (
     written_strides,
 )
 from pycuda_conv.engines.limits import NOT_EMPTY, Takes, Tiles, of_capability, types
-from pycuda_conv.engines.schedule import (
-    BIAS,
-    INPUT,
-    PACKED,
-    RESIDUAL,
-    RESULT,
-    SCALE,
-    WEIGHT,
-    WORKSPACE,
-    Buffer,
-    Schedule,
-    finish,
-)
+from pycuda_conv.engines.schedule import FINISH, INPUT, PACKED, RESULT, WEIGHT, WORKSPACE, Buffer, Schedule, finish
 from pycuda_conv.engines.split_sum import reduce_launch, splits
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.variants import FLAG, VariantSet
@@ -318,7 +306,7 @@ def _product(
     defines, args = _defines(config, tile, form, device), _arguments(problem, config, form, part, packed)
     shared = defines["STAGES"] * stage_bytes(config, form)
     grid = _tiles(problem, config, part) * config.SPLIT
-    buffers = (INPUT, weight, BIAS, SCALE, RESIDUAL, target)
+    buffers = (INPUT, weight, *FINISH, target)
     return KernelLaunch("dmma", defines, grid, _threads(config), buffers, (), shared=shared, arguments=args)
 
 

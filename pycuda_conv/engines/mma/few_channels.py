@@ -12,19 +12,11 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from pycuda_conv.engines.base import Config
-from pycuda_conv.engines.costs import costs
-from pycuda_conv.engines.geometry import (
-    Strides,
-    arguments,
-    ceil,
-    filter_last_strides,
-    filter_strides,
-    read_strides,
-    written_strides,
-)
+from pycuda_conv.engines.costs import bytes_moved, costs
+from pycuda_conv.engines.geometry import Strides, arguments, ceil, read_strides, written_strides
 from pycuda_conv.engines.limits import AMPERE, NOT_EMPTY, TWO_AXES, Takes, Tiles, types
 from pycuda_conv.engines.mma.common import SHARED_BYTES
-from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
+from pycuda_conv.engines.schedule import GRID_LIMIT, OPERANDS, Schedule, finish, finish_constants
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, products
 from pycuda_conv.engines.variants import FLAG, VariantSet
@@ -196,16 +188,11 @@ LEGAL = Tiles(
 
 def schedule(problem: ConvProblem, config: FewChannels, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`; they note no moments."""
-    _, k, c = filter_strides(problem)
-    plain = Schedule.plain([[_launch(problem, config, device, (k, c, 1))]])
-    if problem.layout != "NHWC":
-        return plain
-    last = filter_last_strides(problem)
-    return Schedule([], plain.steps, plain.whole, 0, 0, filter_last=[[_launch(problem, config, device, last)]])
+    return Schedule.reading(problem, lambda strides: [[_launch(problem, config, device, strides)]], problem.layout == "NHWC")
 
 
-def _launch(problem: ConvProblem, config: FewChannels, device: Device, filter_steps: tuple[int, int, int]) -> KernelLaunch:
-    """The launch for a filter with these strides, in elements: of a channel of the result, of a channel of the input, of a tap."""
+def _launch(problem: ConvProblem, config: FewChannels, device: Device, strides: tuple[int, int, int, int]) -> KernelLaunch:
+    """The launch for a filter with these strides."""
     (_, h, w), (_, p, q), (_, r, s) = problem.operand_size, problem.result_size, problem.filter_size
     (_, stride_h, stride_w), (_, pad_h, pad_w), (_, dil_h, dil_w) = problem.stride, problem.padding_before, problem.dilation
     tile, down, across, last = _tile(problem, config), _axis(problem, 1), _axis(problem, 2), problem.layout == "NHWC"
@@ -213,7 +200,7 @@ def _launch(problem: ConvProblem, config: FewChannels, device: Device, filter_st
     rows, sixteens = TILES[eights]
     read: Strides = read_strides(problem)
     written: Strides = written_strides(problem)
-    w_k, w_c, w_tap = filter_steps
+    _, w_k, w_c, w_tap = strides
     workers = _workers(problem, tile, device)
     args = arguments(
         FewChannelsArguments, workers=workers, chunks=tile.chunks, chunk=tile.chunk, tiles=tile.tiles, tiles_h=tile.tiles_h,
@@ -231,10 +218,9 @@ def _launch(problem: ConvProblem, config: FewChannels, device: Device, filter_st
         "TYPE": ELEMENTS[problem.dtype], "PRODUCTS": products(problem), "COLUMN_TILES": eights, "ROWS": rows, "PIXEL_TILES": sixteens,
         "WIDE_LOADS": int(_wide_loads(problem)),
     }  # fmt: skip
-    buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
     grid = workers * tile.combinations
     return KernelLaunch(
-        "few_channels", defines, grid, 32 * WARPS, buffers, (), shared=tile.shared, arguments=args, layer=finish_constants(args)
+        "few_channels", defines, grid, 32 * WARPS, OPERANDS, (), shared=tile.shared, arguments=args, layer=finish_constants(args)
     )
 
 
@@ -292,5 +278,5 @@ def time(problem: ConvProblem, config: FewChannels, device: Device) -> float:
     if tile.taps >= COST.MANY_ROWS:
         factor *= COST.LARGE
     us = factor * (ceil(tile.tiles, workers) * each + filled) / COST.CLOCK
-    moved = size * (math.prod(problem.input_shape) + math.prod(problem.result_shape) * (2 if problem.has_residual else 1))
+    moved = bytes_moved(problem)
     return COST.BEGIN + max(us, moved / COST.MEMORY)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from pycuda_conv.engines import split_sum
 from pycuda_conv.engines.base import Config
-from pycuda_conv.engines.costs import costs
+from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.geometry import arguments, ceil, forward_of
 from pycuda_conv.engines.limits import AMPERE, IN_32_BITS, NOT_EMPTY, TWO_AXES, Takes, Tiles, types
 from pycuda_conv.engines.mma.common import SHARED_BYTES, product_rate
@@ -179,10 +179,7 @@ def schedule(problem: ConvProblem, config: FewChannelsWgrad, device: Device, wit
         "few_channels_wgrad", defines, _grid(problem, config), THREADS, (*arrays, RESULT if whole else WORKSPACE), (),
         shared=_shared_bytes(problem, config), arguments=_arguments(problem, config),
     )  # fmt: skip
-    if whole:
-        return Schedule.plain([[launch]])
-    parts = 4 * config.PARTS * math.prod(problem.result_shape)
-    return Schedule.plain([[launch], [split_sum.reduce_launch(problem, config.PARTS, WORKSPACE)]], parts)
+    return Schedule.plain([[launch]]) if whole else split_sum.in_parts(problem, launch, config.PARTS)
 
 
 def _arguments(problem: ConvProblem, config: FewChannelsWgrad) -> Any:
@@ -276,5 +273,5 @@ def time(problem: ConvProblem, config: FewChannelsWgrad, device: Device) -> floa
     cycles = ceil(_tiles(problem, config), config.PARTS) * max(at_once * busy, busy + COST.TILE) + COST.BLOCK
     us = COST.BEGIN + COST.MEASURED * ceil(blocks, BLOCKS) * cycles / COST.CLOCK
     moved = problem.itemsize * (math.prod(problem.input_shape) + math.prod(problem.weight_shape))
-    us = max(us, COST.BEGIN + moved / COST.MEMORY * 132 / multiprocessors)
+    us = max(us, COST.BEGIN + spread(moved / COST.MEMORY, multiprocessors))
     return us if config.PARTS == 1 and itemsize == 4 else us + split_sum.time(size, config.PARTS, 4, multiprocessors)

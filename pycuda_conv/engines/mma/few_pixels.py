@@ -17,7 +17,7 @@ from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import Phase, arguments, ceil, count_phases, phases, places
 from pycuda_conv.engines.hopper.common import MOST_SHARED
 from pycuda_conv.engines.limits import HOPPER, IN_32_BITS, NOT_EMPTY, TWO_AXES, Takes, Tiles, types
-from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
+from pycuda_conv.engines.schedule import OPERANDS, Schedule, finish, finish_constants
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, products
 from pycuda_conv.engines.variants import VariantSet
@@ -193,9 +193,8 @@ def schedule(problem: ConvProblem, config: FewPixels, device: Device, with_momen
     args = tile.phases
     if len(args) > 1:
         args += (args[-1]._replace(tiles=0),) * (PHASES - len(args))  # empty phases fill the kernel's parameter
-    buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
     launch = KernelLaunch(
-        "mma_few_pixels", _defines(problem, config), _blocks(problem, config), 32 * WARPS, buffers, (),
+        "mma_few_pixels", _defines(problem, config), _blocks(problem, config), 32 * WARPS, OPERANDS, (),
         shared=tile.shared, arguments=args, layer=finish_constants(args[0]),
     )  # fmt: skip
     return Schedule.plain([[launch]])

@@ -24,7 +24,7 @@ from pycuda_conv.engines.packed_product import ARITHMETICS, arithmetic, assemble
 from pycuda_conv.engines.packing import Operands, packs_filter_last
 from pycuda_conv.engines.packing_time import overhead
 from pycuda_conv.engines.range_guard import MomentsLayout
-from pycuda_conv.engines.schedule import BIAS, RESIDUAL, SCALE, Schedule, finish, finish_constants
+from pycuda_conv.engines.schedule import FINISH, Schedule, finish, finish_constants
 from pycuda_conv.engines.split_sum import splits
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import FLOAT, limbs, products
@@ -142,7 +142,7 @@ def _launches_of(
         packed: PackedLayout, addressings: Sequence[PhaseAddressing], operands: Operands, target: BufferSlice, layout: MomentsLayout
     ) -> list[KernelLaunch]:
         read = operands.w_limbs, operands.x_limbs, operands.x_scales, operands.w_scales
-        buffers = (*read, BIAS, SCALE, RESIDUAL, target, operands.x_tiles, operands.w_tiles)
+        buffers = (*read, *FINISH, target, operands.x_tiles, operands.w_tiles)
         return [_product(problem, config, packed, addressing, buffers, operands.tiles) for addressing in addressings]
 
     made = assemble(problem, config.SPLIT, multiprocessors, products, source=source)

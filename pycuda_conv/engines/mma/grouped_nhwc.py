@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 from pycuda_conv.engines.addressing import MOST_PIXELS
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.channel_units import MOST_STEPS, STEP, Units, chunks_read, cut, pitch, worth_it
-from pycuda_conv.engines.costs import costs
-from pycuda_conv.engines.geometry import Phase, arguments, ceil, filter_last_strides, filter_strides, phases, row_major, too_many_phases
+from pycuda_conv.engines.costs import costs, spread
+from pycuda_conv.engines.geometry import Phase, arguments, ceil, phases, row_major, too_many_phases
 from pycuda_conv.engines.limits import AMPERE, TWO_AXES, Takes, Tiles
 from pycuda_conv.engines.mma.common import SHARED_BYTES, product_rate
-from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
+from pycuda_conv.engines.schedule import OPERANDS, Schedule, finish, finish_constants
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, why_not_one_product
 from pycuda_conv.engines.variants import VariantSet
@@ -201,16 +201,9 @@ GroupedPhase = kernel_struct("grouped_nhwc", "GroupedPhase")
 
 def schedule(problem: ConvProblem, config: GroupedNhwc, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`; they note no moments."""
-    group, row, channel = filter_strides(problem)
-    steps = _products(problem, config, device, (group, row, channel, 1))
-    last = _products(problem, config, device, (group, *filter_last_strides(problem)))
-    return Schedule([], steps, steps, 0, 0, filter_last=last)
-
-
-def _products(problem: ConvProblem, config: GroupedNhwc, device: Device, w_strides: tuple[int, int, int, int]) -> list[list[KernelLaunch]]:
-    """The launches for a filter with these strides, in elements: of a group, a channel of the result, a channel of the input, a tap."""
     shared = _shared_bytes(problem, config)
-    return [[_product(problem, config, device, w_strides, views, shared) for views in _launches(problem)]]
+    each = list(_launches(problem))
+    return Schedule.reading(problem, lambda strides: [[_product(problem, config, device, strides, views, shared) for views in each]])
 
 
 def _launches(problem: ConvProblem) -> Iterator[tuple[_PhaseView, ...]]:
@@ -231,9 +224,8 @@ def _product(
     defines = {
         "TYPE": ELEMENTS[problem.dtype], "TAPS_R": unrolled, "STRIDE_H": views[0].down.stride if unrolled > 1 else 1, "PHASES": count,
     }  # fmt: skip
-    buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
     return KernelLaunch(
-        "grouped_nhwc", defines, unit_blocks * count * blocks, THREADS, buffers, (), shared=shared, arguments=args,
+        "grouped_nhwc", defines, unit_blocks * count * blocks, THREADS, OPERANDS, (), shared=shared, arguments=args,
         layer=finish_constants(args[0]),
     )  # fmt: skip
 
@@ -316,7 +308,7 @@ def time(problem: ConvProblem, config: GroupedNhwc, device: Device) -> float:
         us += COST.BEGIN + COST.MEASURED * ceil(unit_blocks * blocks * len(group), multiprocessors) * cycles / COST.CLOCK
         loaded += sum(_tiles(view, config) * unit_blocks * work.loaded for view, work in zip(group, works, strict=True)) / len(views)
     operand = problem.itemsize * problem.N * math.prod(problem.operand_size) * problem.operand_channels
-    return max(us, COST.BEGIN + (problem.bytes + COST.HALO * max(loaded - operand, 0)) / COST.MEMORY * 132 / multiprocessors)
+    return max(us, COST.BEGIN + spread((problem.bytes + COST.HALO * max(loaded - operand, 0)) / COST.MEMORY, multiprocessors))
 
 
 class _Work(NamedTuple):

@@ -12,7 +12,7 @@ from pycuda_conv.engines import split_sum
 from pycuda_conv.engines.addressing import MOST_PIXELS
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.channel_units import MOST_STEPS, STEP, Units, chunks_read, chunks_written, cut, pitch, worth_it
-from pycuda_conv.engines.costs import costs
+from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.geometry import arguments, ceil, forward_of
 from pycuda_conv.engines.limits import AMPERE, HALVES, NOT_EMPTY, TWO_AXES, Takes, Tiles
 from pycuda_conv.engines.mma.common import SHARED_BYTES, product_rate
@@ -146,10 +146,7 @@ def schedule(problem: ConvProblem, config: GroupedWgrad, device: Device, with_mo
         "grouped_nhwc_wgrad", defines, _grid(problem, config), THREADS, buffers, (), shared=_shared_bytes(problem, config),
         arguments=_arguments(problem, config),
     )  # fmt: skip
-    if config.PARTS == 1:
-        return Schedule.plain([[launch]])
-    parts = 4 * config.PARTS * math.prod(problem.result_shape)
-    return Schedule.plain([[launch], [split_sum.reduce_launch(problem, config.PARTS, WORKSPACE)]], parts)
+    return Schedule.plain([[launch]]) if config.PARTS == 1 else split_sum.in_parts(problem, launch, config.PARTS)
 
 
 def _arguments(problem: ConvProblem, config: GroupedWgrad) -> Any:
@@ -220,5 +217,5 @@ def time(problem: ConvProblem, config: GroupedWgrad, device: Device) -> float:
     us = COST.BEGIN + COST.MEASURED * ceil(unit_blocks * tap_blocks * config.PARTS, multiprocessors) * cycles / COST.CLOCK
     read = 2.0 * (math.prod(forward.input_shape) + math.prod(forward.result_shape))
     moved = read + COST.HALO * max(16 * loads * tiles * unit_blocks - read, 0) + read * (tap_blocks - 1)
-    us = max(us, COST.BEGIN + moved / COST.MEMORY * 132 / multiprocessors)
+    us = max(us, COST.BEGIN + spread(moved / COST.MEMORY, multiprocessors))
     return us if config.PARTS == 1 else us + split_sum.time(size, config.PARTS, 4, multiprocessors)
