@@ -1,8 +1,8 @@
 """Group, instance, layer and RMS norms with an activation behind them: launches of ``cu/nn/norm_*.cu``. These are no convolutions.
 
-A norm takes one of five forms. `SMALL` and `ROWS` are one launch with all numbers kept; `PLANES` and `SLICED_ROWS` are one for the moments
-of slices, a small one that combines them, and one that applies them; in `PARTED` the last of these combines them itself. How an image is cut into slices depends on its own sizes
-alone, so a batch's size changes no bit of its statistics.
+A norm takes one of five forms. `SMALL` and `ROWS` are one launch with all numbers kept. `PLANES` and `SLICED_ROWS` are one for the moments
+of slices, a small one that combines them, and one that applies them. In `PARTED` the launch that applies them combines them itself. How an
+image is cut into slices depends on its own sizes alone, so a batch's size changes no bit of its statistics.
 """
 
 from __future__ import annotations
