@@ -267,7 +267,7 @@ def _write(rewrite: Rewrite, chain: Chain, options: Options, turned: Any, grad: 
         for node in reversed(list(rewrite.graph.nodes)):
             if node not in before:
                 if node.users:  # an image that is turned before it is upsampled
-                    node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+                    node.replace_all_uses_with(node.args[0])
                 rewrite.graph.erase_node(node)
         rewrite.targets.early = {key: node for key, node in rewrite.targets.early.items() if node in before}
         raise
