@@ -198,7 +198,9 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "--draw", type=_count, metavar="N", help="with --models: N of timm's networks, drawn by the seed; with --suite drawn: of each kind"
     )
-    bench.add_argument("--seconds", type=_seconds, metavar="SECONDS", help="with --models, --batches: begin no case after so many seconds")
+    bench.add_argument(
+        "--seconds", type=_seconds, metavar="SECONDS", help="of layers, --models, --batches: begin no case after so many seconds"
+    )
     bench.add_argument("--devices", type=_devices, metavar="all|0,1,...", help="with --host: measure several of these GPUs at once too")
     bench.add_argument("--device", type=_device, help="a GPU, or opencl: a few small problems on PoCL against torch on the CPU")
     bench.add_argument("--seed", type=_seed, help="seed of the random data; by default a new one")
@@ -436,8 +438,9 @@ def _check_benchmarks(arguments: argparse.Namespace) -> None:
     layers = arguments.suite != "published"
     if arguments.draw is not None and arguments.models is None and arguments.suite != "drawn":
         raise ToolError("--draw goes with --models and --suite drawn only")
-    if arguments.seconds is not None and arguments.models is None and not arguments.batches and not layers:
-        raise ToolError("--seconds goes with --models, --batches and --suite only")
+    timeless = [name for name in asked if name not in ("models", "batches") and arguments.models is None]
+    if arguments.seconds is not None and timeless:
+        raise ToolError(f"--seconds is not for --{timeless[0].replace('_', '-')}")
     of_others = ["list", "kind", "quick", "csv", "plots", "pages"]
     of_others_alone = (
         ("cold", [*of_others, "mode", "seed"]), ("families", [*of_others, "only"]), ("loop", ["list"]), ("batches", [*of_others, "only"]),

@@ -1,7 +1,7 @@
 """One run of everything on one tree, as a release needs it, kept as docs/results/VERSION.json.
 
     python3 scripts/release.py measure FOLDER [PART ...] [--seconds N]      on the machine with the GPU: the parts, one after another
-    python3 scripts/release.py join FOLDER                                  in the checkout: the parts become docs/results/VERSION.json
+    python3 scripts/release.py join FOLDER       in the checkout: the parts become docs/results/VERSION.json, and CHANGELOG gets the date
 
 Parts are the GPU's tests with the sanitizer (`tests`), `verify`, and every command of `make results`, which writes its pages too. By
 default all run; two machines, or two GPUs, may share them. `--seconds` ends each part's command after so long, as far as it can be ended.
@@ -31,6 +31,7 @@ from pycuda_conv.tools.benchmarks.pages import COMMANDS, digest  # noqa: E402
 
 TAIL = 40  # lines of a command's output that are kept
 CHECKS = "tests", "verify"
+TIMELESS = "training", "host", "energy"  # commands that run to their end
 
 
 def tree() -> str:
@@ -50,7 +51,7 @@ def command(part: str, folder: Path, seconds: float | None) -> list[str]:
     if part == "verify":
         return [*package, "verify", "--json"]
     words = COMMANDS[part]
-    limited = ["--seconds", f"{seconds:.0f}"] if seconds and {"--suite", "--models"} & set(words) else []
+    limited = ["--seconds", f"{seconds:.0f}"] if seconds and part not in TIMELESS else []
     return [*package, *words, *limited, "--json", report, "--pages", "."]
 
 
@@ -107,7 +108,10 @@ def join(folder: Path) -> int:
     target.parent.mkdir(exist_ok=True)
     found = {"version": version, "commit": commit, "tree": tree(), "kernels": digest(), "parts": parts}
     target.write_text(json.dumps(found, indent=1) + "\n")
-    print(f"{target.relative_to(ROOT)} is written")
+    heading, changes = f"## {version}, not released yet", ROOT / "CHANGELOG.md"
+    today = datetime.datetime.now().astimezone().date().isoformat()
+    changes.write_text(changes.read_text().replace(heading, f"## {version}, {today}"))
+    print(f"{target.relative_to(ROOT)} is written, and the date in CHANGELOG.md: commit both with the pages")
     return 0
 
 

@@ -2,7 +2,6 @@
 
 import json
 import random
-from dataclasses import replace
 
 import pytest
 
@@ -34,10 +33,10 @@ def timed(slower, seed=5, each=3, noise=0.05):
 def test_factors_are_found_and_choices_follow():
     slower = {"hopper.gemm": 2.0, "direct.gemm": 0.5, "hopper.dense": 1.6}
     timings = timed(slower, each=8)
-    known = calibrate.fitted(timings, DEVICE)
-    factors = known.factors
+    factors = calibrate.fitted(timings, DEVICE)
     assert factors["hopper.gemm"] == pytest.approx(2.0, rel=0.3) and factors["direct.gemm"] == pytest.approx(0.5, rel=0.3)
     assert factors["direct.batched" if "direct.batched" in factors else "direct.direct"] == pytest.approx(1.0, rel=0.1)
+    known = calibrate._named(DEVICE, factors)
     unseen = timed(slower, seed=77, each=8)
     before, after = (list(calibrate.choices(unseen, DEVICE, one)) for one in (None, known))
     assert sum(loss <= 1.1 for loss in after) > sum(loss <= 1.1 for loss in before)
@@ -54,16 +53,15 @@ def test_few_timings_change_little():
 
 def test_files(tmp_path, monkeypatch):
     timings = timed({"hopper.gemm": 1.5})
-    made = replace(calibrate.fitted(timings, DEVICE), driver="1.2", date="2026-11-29", command="c", timings=calibrate.as_json(timings))
+    made = calibrate._named(DEVICE, calibrate.fitted(timings, DEVICE), driver="1.2", date="2026-11-29", command="c", timings=calibrate.as_json(timings))
     text = calibration.text(made)
     again = calibration.parsed(text)
-    assert calibration.text(again) == text and again.factors == made.factors and again.weights == made.weights and again.capability == (9, 0)
+    assert calibration.text(again) == text and again.factors == made.factors and again.capability == (9, 0)
     back = calibrate.from_json(json.loads(text)["timings"])
     assert back == [(problem, config, round(us, 3)) for problem, config, us in timings]
     for wrong, message in (
-        ("[]", "no 'format'"), (text.replace('"version": 2', '"version": 0'), "of version 0"), (text.replace('"multiprocessors": 132', '"multiprocessors": "x"'), "a number"),
+        ("[]", "no 'format'"), (text.replace('"version": 1', '"version": 0'), "of version 0"), (text.replace('"multiprocessors": 132', '"multiprocessors": "x"'), "a number"),
         (text.replace('"capability": [9, 0]', '"capability": 9'), "two integers"), (text.replace('"factors": {', '"factors": {"x": 1000,'), "numbers from"),
-        (text.replace('"weights": {', '"weights": {"x": [[1.0]],'), "'weights' are not for"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             calibration.parsed(wrong)

@@ -67,12 +67,12 @@ def test_means_and_pages():
     two = bench.Row("a", "second", "fp32", "fprop", {bench.OURS: 2.0, bench.DEFAULT: 9.0, bench.OURS_TF32: 1.0}, one.errors)
     other = bench.Row("b", "third", "fp32", "fprop", {bench.OURS: 4.0, bench.DEFAULT: 3.0}, one.errors)
     found = bench.means([one, two, other], "kernelbench")
-    assert [mean.cells()[1:] for mean in found] == [("2", "1.50", "0.75", "1", "50.0%"), ("1", "6.00", "6.00", "0", "0.0%")]
+    assert [mean.cells()[1:] for mean in found] == [("2", "1.50", "0.75", "1", "50.0%", "1.0e-07", "3.0e-04"), ("1", "6.00", "6.00", "0", "0.0%", "3.0e-04", "3.0e-04")]
     text = bench.page(MACHINE, [one, two, other], found, "kernelbench")
     assert "| third | 4.00 (1e-07) | 3.00 (3e-04) | - |" in text and "a command" in text
     rows = [bench.Row("", f"layer {i}", "tf32", "fprop" if i else "dgrad", {bench.OURS: 2.0, bench.TORCH: 1.0 + i}) for i in range(3)]
     text = bench.page(MACHINE, rows, bench.means(rows, "drawn"), "drawn")
-    assert "| tf32 | 3 | 0.91 | 0.50 | 1 | 33.3% |" in text and "| tf32 dgrad | layer 0 | 0.50 |" in text
+    assert "| tf32 | 3 | 0.91 | 0.50 | 1 | 33.3% | - | - |" in text and "| tf32 dgrad | layer 0 | 0.50 |" in text
 
 
 @pytest.mark.parametrize("numbers", numbersbench.NUMBERS)

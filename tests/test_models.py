@@ -158,6 +158,8 @@ def test_means_are_of_what_is_right():
     ]  # fmt: skip
     text = model_rows.markdown({"command": "c", "date": "2026-01-01T", "GPU": "g, x", "torch": "2", "method": "m"}, rows)
     assert "| resnet50 | 32 | fp32 | - | - | 1.00 | - | - | 2.00 | 2.00 |" in text and "nan" not in text
+    front = model_rows.excerpt({"command": "c", "date": "2026-01-01T", "GPU": "g, x", "torch": "2", "method": "m"}, rows)
+    assert "| resnet50 | 32 | fp32 | 8.00 | 1.00 | 8.00 | - | - | - | - |" in front and front.count("resnet50") == 2 and "nan" not in front
 
 
 def test_rounds_by_turns(monkeypatch):
@@ -506,8 +508,8 @@ def test_no_case_is_begun_after_the_time(cpu, capsys, tmp_path, monkeypatch):
     file = tmp_path / "models.json"
     assert main(["bench", "--models", "net", "--quick", "--mode", "fp32", "bf16", "--seconds", "0.001", "--json", str(file)]) == OK
     assert "2 of 2 cases were not begun within 0.001 s" in capsys.readouterr().out and not file.exists()
-    assert main(["bench", "--seconds", "3"]) == UNUSABLE
-    assert "--seconds goes with --models, --batches and --suite only" in capsys.readouterr().err
+    assert main(["bench", "--energy", "--seconds", "3"]) == UNUSABLE
+    assert "--seconds is not for --energy" in capsys.readouterr().err
 
 
 def test_sides_that_were_not_compiled_in_time_are_left_out(cpu, caplog, tmp_path):

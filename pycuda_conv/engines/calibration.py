@@ -3,8 +3,6 @@
 The models' numbers were found on an H200. ``pycuda-conv calibrate`` times random problems on another GPU, or again on such a one, and
 writes by what the models' times have to be multiplied there. A file has the timings that its factors were fitted to.
 
-What factors leave goes into the weights of :mod:`pycuda_conv.engines.corrections`.
-
 A kind is a word for each of a problem's traits, from the engine on. A factor of a kind is that of the kind before it, with one trait less,
 moved towards the kind's own timings: the more of them there are, the farther. So few timings change little.
 """
@@ -23,14 +21,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from pycuda_conv.engines import corrections
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device
 from pycuda_conv.runtime.cache import cache_dir
 
 log = logging.getLogger("pycuda_conv")
 
-FORMAT, VERSION = "pycuda_conv calibration", 2
+FORMAT, VERSION = "pycuda_conv calibration", 1
 SHIPPED = Path(__file__).resolve().parents[1] / "tuned" / "models"
 #: So many problems of a kind count as much as what is known of the kind before it.
 PRIOR = 6
@@ -71,8 +68,6 @@ class Calibration:
     multiprocessors : int
     factors : dict of str to float
         By kind. A kind without one has that of the kind before it.
-    scales, weights : sequence, dict of str to sequence
-        The corrections by engine, see :mod:`pycuda_conv.engines.corrections`.
     timings : list
         What the factors were fitted to: [problem's fields, [[engine, configuration, predicted us, measured us], ...]].
     """
@@ -84,15 +79,7 @@ class Calibration:
     date: str = ""
     command: str = ""
     factors: Mapping[str, float] = field(default_factory=dict)
-    scales: corrections.Scales = ()
-    weights: Mapping[str, corrections.Weights] = field(default_factory=dict)
     timings: tuple[Any, ...] = ()
-
-    def corrected(self, us: float, engine: str, problem: ConvProblem, config: Any, known: tuple[str, ...] | None = None) -> float:
-        """An engine's prediction for a problem as it is launched, corrected by factors and weights; `known` are the problem's kinds."""
-        weights = self.weights.get(engine)
-        more = 1.0 if weights is None else corrections.factor(weights, self.scales, corrections.numbers(problem, config, us))
-        return us * more * self.of_kinds(known or kinds(engine, problem), config)
 
     def factor(self, engine: str, problem: ConvProblem, config: Any = None) -> float:
         """By what an engine's prediction is multiplied."""
@@ -128,16 +115,17 @@ def fit(ratios: Iterable[tuple[str, ConvProblem, Any, float]]) -> dict[str, floa
 # ---- files
 
 
+_TIMINGS = ',\n "timings": ['
+
+
 def text(one: Calibration) -> str:
     """A file's text: a line for each factor and each problem, in order, so that files compare well."""
     about = {name: getattr(one, name) for name in ("gpu", "capability", "multiprocessors", "driver", "date", "command")}
     about = {"format": FORMAT, "version": VERSION} | about
     head = ",\n".join(f" {json.dumps(name)}: {json.dumps(value)}" for name, value in about.items())
     factors = ",\n".join(f"  {json.dumps(kind)}: {factor}" for kind, factor in sorted(one.factors.items()))
-    weights = ",\n".join(f"  {json.dumps(name)}: {json.dumps(rows)}" for name, rows in sorted(one.weights.items()))
     timings = ",\n".join(f"  {json.dumps(timing)}" for timing in one.timings)
-    corrected = f' "scales": {json.dumps(one.scales)},\n "weights": {{\n{weights}\n }},\n'
-    return f'{{\n{head},\n "factors": {{\n{factors}\n }},\n{corrected} "timings": [\n{timings}\n ]\n}}\n'
+    return f'{{\n{head},\n "factors": {{\n{factors}\n }}{_TIMINGS}\n{timings}\n ]\n}}\n'
 
 
 def parsed(given: str) -> Calibration:
@@ -154,15 +142,10 @@ def parsed(given: str) -> Calibration:
         raise ValueError(f"its 'capability' must be two integers, got {capability!r}")
     if not isinstance(table.get("gpu"), str) or type(table.get("multiprocessors")) is not int:
         raise ValueError("its 'gpu' must be a name, and its 'multiprocessors' a number")
-    scales, weights = table.get("scales", []), table.get("weights", {})
-    shape = [len(corrections.NAMES) + 1] * (len(corrections.PAIRED) + 1)
-    if weights and (len(scales) != len(corrections.NAMES) or any([len(row) for row in rows] != shape for rows in weights.values())):
-        raise ValueError("its 'weights' are not for the numbers of this version: run pycuda-conv calibrate --fit")
     words = {name: str(table.get(name, "")) for name in ("driver", "date", "command")}
     timings = table.get("timings", [])
     return Calibration(
         table["gpu"], (capability[0], capability[1]), table["multiprocessors"], **words, factors=factors,
-        scales=tuple((mean, deviation) for mean, deviation in scales), weights=weights,
         timings=tuple(timings) if isinstance(timings, list) else (),
     )  # fmt: skip
 
@@ -173,9 +156,10 @@ def file_name(gpu: str) -> str:
 
 
 def read(path: Path) -> Calibration | None:
-    """The calibration in a file; None, with a warning in the log, if it can't be used, or if there is none."""
+    """The calibration in a file without its timings; None, with a warning in the log, if it can't be used, or if there is none."""
     try:
-        return parsed(path.read_text(encoding="utf-8"))
+        head, mark, _ = path.read_text(encoding="utf-8").partition(_TIMINGS)  # which take longer to read than all else
+        return parsed(head + "\n}" if mark else head)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:

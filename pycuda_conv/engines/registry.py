@@ -203,7 +203,7 @@ def predicted(problem: ConvProblem, config: Config, device: Device) -> float | N
     """Microseconds that `config` should take, or None where no model knows."""
     engine = engine_of(config)
     us = engine.time(problem.launched, config, device)
-    return us and _corrected(us, engine, problem.launched, device, config)
+    return us and us * _factor(engine, problem.launched, device, config)
 
 
 def predictions(problem: ConvProblem, device: Device) -> list[tuple[float, Config]]:
@@ -346,7 +346,7 @@ def _compared(problem: ConvProblem, device: Device) -> list[tuple[float | None, 
         for config in engine.configs(launched, device):
             if engine.refusal(launched, config) is None:
                 us = engine.time(launched, config, device)
-                found.append((us and _corrected(us, engine, launched, device, config), config))
+                found.append((us and us * _factor(engine, launched, device, config), config))
     return found
 
 
@@ -369,16 +369,16 @@ def _calibrated(
                 predicted = model.time(launched, one, device) if model.refusal(launched, one) is None else None
                 if predicted is not None:
                     kinds = kinds or calibration.kinds(name, launched)
-                    predicted = known.corrected(predicted, name, launched, one, kinds)
+                    predicted *= known.of_kinds(kinds, one)
                     if best is None or predicted < best[0]:
                         best = predicted, one
     return best
 
 
-def _corrected(us: float, engine: Any, launched: ConvProblem, device: Device, config: Config) -> float:
-    """An engine's prediction, corrected by what timings of such a GPU say of it."""
+def _factor(engine: Any, launched: ConvProblem, device: Device, config: Config) -> float:
+    """By what timings of such a GPU say that an engine's predictions for such problems have to be multiplied."""
     known = calibration.of(device)
-    return us if known is None else known.corrected(us, name_of(engine), launched, config)
+    return 1.0 if known is None else known.factor(name_of(engine), launched, config)
 
 
 def name_of(engine: Any) -> str:

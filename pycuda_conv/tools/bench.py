@@ -267,11 +267,14 @@ def measure(torch: Any, plan: Plan, mode: str, effort: Effort, seed: int, cache_
 
 
 def measure_suite(torch: Any, ready: Sequence[Plan], mode: str, settings: Settings, seed: int, rates: Rates = H200) -> list[Row]:
-    """A row for every plan."""
+    """A row for every plan whose turn comes before the end that the settings name."""
+    began = time.monotonic()
     cuda_device = ready[0].device.backend == "cuda"
     cache_bytes = torch.cuda.get_device_properties(ready[0].device.name).L2_cache_size if cuda_device else 0
     rows = []
     for i, plan in enumerate(track(ready, lambda plan: f"{mode}: {label(plan.problem)}")):
+        if settings.seconds is not None and time.monotonic() - began > settings.seconds / len(settings.modes):
+            break
         try:
             row = measure(torch, plan, mode, settings.effort, seed + i, cache_bytes, rates)
         except (DeviceMemoryError, torch.OutOfMemoryError):
@@ -442,6 +445,8 @@ def run(settings: Settings) -> int:
                 with torch_precision(_precision(mode)):
                     rows += measure_suite(torch, ready[i * len(chosen) : (i + 1) * len(chosen)], mode, settings, seed, rates)
                 took[mode] = time.perf_counter() - began - sum(took.values())
+            if len(rows) < len(ready):
+                machine["method"] += f". Stopped after {settings.seconds:.0f} s: {len(rows)} of {len(ready)} layers"
         smaller = "fp32" in settings.modes and settings.only is settings.kind is None
         with torch_precision("fp32"):
             if chosen and smaller:

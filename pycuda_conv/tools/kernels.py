@@ -1,32 +1,25 @@
 """The closed list of kernels' texts: all that problems of any kind, size and number may need on a GPU or on OpenCL.
 
-They are the texts of the planner's choices, and of the choices that the shipped table of measurements has for the benchmark's layers.
+They are the texts of the planner's choices. The shipped table of measurements has no others.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from pycuda_conv.background import launches
 from pycuda_conv.engines import registry
 from pycuda_conv.engines.images import window as images
 from pycuda_conv.engines.layout import cast as casting
 from pycuda_conv.engines.nn import batch_norm, join, max_pool, norm
 from pycuda_conv.engines.nn import fold_norms as folding
 from pycuda_conv.engines.variants import VariantSet
-from pycuda_conv.plan import as_called
 from pycuda_conv.runtime.base import shown_file
 from pycuda_conv.runtime.target import Target
-from pycuda_conv.tools.suite import MODES, core, in_mode
 from pycuda_conv.tools.terminal import OK, console, table
-from pycuda_conv.tune import key, shipped_table
 
 ARCHITECTURES = ("sm_90a", "sm_80", "opencl")
-#: The most texts that the shipped table of measured choices adds to those of the planner's choices.
-MOST_MEASURED = 40
 
 
 def device_of(architecture: str) -> Any:
@@ -42,29 +35,13 @@ def families(architecture: str) -> list[VariantSet]:
     planned = [*registry.variants(device), *batch_norm.variants(device), *images.variants(device)]
     if device.backend == "cuda":  # other devices' arrays lie in host memory
         planned += besides(device)
-    return planned + measured(device, planned)
+    return planned
 
 
 def besides(device: Any) -> list[VariantSet]:
     """The texts that a GPU needs beside convolutions and batch norms: copies, casts, poolings, other norms."""
     copy = VariantSet("copy_strided", {"DTYPE": (16, 17, 32, 64), "INDEX_64": (0, 1), "THREADS": (256,)})
     return [copy, *casting.variants(), *max_pool.variants(), *folding.variants(), *norm.variants(device), *join.variants()]
-
-
-def measured(device: Any, planned: Sequence[VariantSet]) -> list[VariantSet]:
-    """The texts of the shipped table's choices for the benchmark's layers that are not among those `planned`."""
-    found: dict[str, VariantSet] = {}
-    for problem in (as_called(in_mode(problem, mode), device) for mode in MODES for problem in core() if device.model):
-        choice = shipped_table(device.model).get(device.model, key(problem))
-        if choice is None or registry.refusal(problem, choice.config, device):
-            continue
-        for with_moments in (False, True):
-            for launch in launches(registry.schedule(problem, choice.config, device, with_moments)):
-                file = launch.file or launch.kernel
-                if not any(launch in family for family in planned):
-                    choices = {name: (value,) for name, value in launch.defines.items()}
-                    found[launch.source()] = VariantSet(file, choices, arch=launch.arch)
-    return list(found.values())
 
 
 def run(architectures: tuple[str, ...], one_by_one: bool) -> int:

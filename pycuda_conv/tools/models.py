@@ -22,11 +22,11 @@ from typing import Any
 from pycuda_conv.runtime import Device, get_device
 from pycuda_conv.timing import Effort, gpu_times, wall_times
 from pycuda_conv.tools import ahead, bench
-from pycuda_conv.tools.model_rows import ROWS, Case, Evaluated, Row, Trained, markdown, mean_lines, row_table
+from pycuda_conv.tools.model_rows import ROWS, Case, Evaluated, Row, Trained, excerpt, markdown, mean_lines, row_table
 from pycuda_conv.tools.networks import candidates, input_shape, most_images, network, output
 from pycuda_conv.tools.oracle import cudnn_set
 from pycuda_conv.tools.plans import plans
-from pycuda_conv.tools.report import RESULTS_PAGE, header_lines, median, write_between, write_json
+from pycuda_conv.tools.report import FRONT_PAGE, RESULTS_PAGE, header_lines, median, write_between, write_json
 from pycuda_conv.tools.rivals import (
     EAGER,
     INDUCTOR,
@@ -372,6 +372,7 @@ def run(settings: bench.Settings, modes: Sequence[str], training: bool, networks
             out.print(f"{row.case}: {row.verdict}", markup=False, style="bold red", soft_wrap=True)
     if settings.pages is not None:
         write_between(settings.pages / RESULTS_PAGE, markdown(machine, rows), "models")
+        write_between(settings.pages / FRONT_PAGE, excerpt(machine, rows), "models")
     out.print(f"{time.perf_counter() - began:.0f} s in all")
     return OK if all(row.verdict == "ok" for row in rows) else FAILED
 

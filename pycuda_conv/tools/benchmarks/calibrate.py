@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import datetime
 import json
-import math
 import random
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from pycuda_conv import engines
-from pycuda_conv.engines import calibration, corrections, registry
+from pycuda_conv.engines import calibration, registry
 from pycuda_conv.engines.calibration import Calibration
 from pycuda_conv.memo import forget_plans
 from pycuda_conv.plan import as_called
@@ -33,9 +30,6 @@ EACH = 1  # problems of each family that are drawn at a time
 #: Timings that count: up to so many times the fastest candidate's. Slower ones decide nothing.
 COUNTS = 2.5
 COMPOSED = "compose."
-#: Of the regression: what a weight costs, how much less a timing counts that is so many times the fastest, from which residual on one
-#: counts as disturbed, and the fewest timings of an engine with weights.
-RIDGE, SLOW, DISTURBED, FEWEST = 80.0, 4.0, 0.15, 12
 
 #: A problem, a configuration, and the microseconds that it took.
 Timing = tuple[ConvProblem, engines.Config, float]
@@ -55,81 +49,29 @@ class Settings:
     device: Any = None
 
 
-def fitted(timings: Sequence[Timing], device: Device) -> Calibration:
-    """The factors and weights that these timings ask for.
+def fitted(timings: Sequence[Timing], device: Device) -> dict[str, float]:
+    """The factors that these timings ask for.
 
-    Engines that put other engines' launches together come last: their predictions hold the others' factors and weights.
+    Engines that put other engines' launches together come last: their predictions hold the others' factors.
     """
     best: dict[ConvProblem, float] = {}
     for problem, _, us in timings:
         best[problem] = min(us, best.get(problem, us))
     near = [(problem, config, us) for problem, config, us in timings if us <= COUNTS * best[problem]]
 
-    def ratios(composed: bool) -> list[Ratio]:
-        found = []
+    def ratios(composed: bool) -> Iterator[tuple[str, ConvProblem, engines.Config, float]]:
         for problem, config, us in near:
             engine = registry.engine_of(config)
             name = registry.name_of(engine)
             if name.startswith(COMPOSED) == composed:
                 predicted = engine.time(problem.launched, config, device)
                 if predicted and 1 / calibration.MOST < us / predicted < calibration.MOST:
-                    found.append(Ratio(name, problem.launched, config, predicted, us / predicted, us / best[problem]))
-        return found
+                    yield name, problem.launched, config, us / predicted
 
-    found = _named(device, {})
-    for composed in (False, True):
-        with calibration.replaced(found if composed else None):
-            some = ratios(composed)
-        factors = calibration.fit((one.engine, one.problem, one.config, one.ratio) for one in some)
-        known = replace(found, factors={**found.factors, **factors})
-        scales = found.scales or scales_of(some)
-        found = replace(known, scales=scales, weights={**found.weights, **weights_of(some, known, scales)})
-    return found
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """A timing beside its prediction: measured over predicted, and over the fastest candidate's."""
-
-    engine: str
-    problem: ConvProblem
-    config: engines.Config
-    predicted: float
-    ratio: float
-    loss: float
-
-    @property
-    def numbers(self) -> list[float]:
-        return corrections.numbers(self.problem, self.config, self.predicted)
-
-
-def scales_of(some: Sequence[Ratio]) -> tuple[tuple[float, float], ...]:
-    """The mean and the standard deviation of each number."""
-    found = np.array([one.numbers for one in some] or [[0.0] * len(corrections.NAMES)])
-    both = zip(found.mean(0), found.std(0), strict=True)
-    return tuple((round(float(mean), 3), round(float(deviation) + 1e-3, 3)) for mean, deviation in both)
-
-
-def weights_of(some: Sequence[Ratio], known: Calibration, scales: corrections.Scales) -> dict[str, list[list[float]]]:
-    """The weights of every engine, for what the factors leave: a ridge regression in which disturbed and slow timings count less."""
-    found, rows = {}, len(corrections.PAIRED) + 1
-    for engine in dict.fromkeys(one.engine for one in some):
-        own = [one for one in some if one.engine == engine]
-        if len(own) < FEWEST:
-            continue
-        z = np.array([[1.0, *corrections.scaled(one.numbers, scales)] for one in own])
-        paired = z[:, [0, *(i + 1 for i in corrections.PAIRED)]]
-        a = (paired[:, :, None] * z[:, None, :]).reshape(len(own), -1)
-        left = np.array([math.log(one.ratio / known.factor(engine, one.problem, one.config)) for one in own])
-        penalty = np.full(a.shape[1], RIDGE)
-        penalty[0] = RIDGE / 20  # of 1 alone
-        base = 1 / (1 + SLOW * (np.array([one.loss for one in own]) - 1))
-        counts, solved = base, np.zeros(a.shape[1])
-        for _ in range(4):
-            solved = np.linalg.solve(a.T @ (a * counts[:, None]) + np.diag(penalty), a.T @ (counts * left))
-            counts = base / np.maximum(1, abs(left - a @ solved) / DISTURBED)
-        found[engine] = [[round(float(value), 4) for value in row] for row in solved.reshape(rows, -1)]
-    return found
+    with calibration.replaced(None):
+        plain = calibration.fit(ratios(False))
+    with calibration.replaced(_named(device, plain)):
+        return plain | calibration.fit(ratios(True))
 
 
 def _named(device: Any, factors: dict[str, float], **more: Any) -> Calibration:
@@ -201,8 +143,8 @@ def run(settings: Settings) -> int:
     timings: list[Timing] = []
     for path in settings.merge:
         try:
-            timings += from_json(calibration.parsed(path.read_text(encoding="utf-8")).timings)
-        except (OSError, ValueError, TypeError) as error:
+            timings += read_timings(path)
+        except (OSError, ValueError, TypeError, KeyError) as error:
             raise ToolError(f"{path} can't be merged: {error}") from error
     out, losses = console(), list[float]()
     for row in rows(device, seed, settings.seconds) if not settings.fit else ():
@@ -213,11 +155,11 @@ def run(settings: Settings) -> int:
         return FAILED
     kept = as_json(timings)
     timings = from_json(kept)  # what the file has, so that a fit of the file gives the same
-    found = fitted(timings, device)
+    factors = fitted(timings, device)
     driver = nvidia_smi("driver_version").get("driver_version", "")
     command = "pycuda-conv calibrate" + (f" --seed {seed}" if losses else " --fit")
     today = datetime.datetime.now().astimezone().date().isoformat()
-    made = replace(found, driver=driver, date=today, command=command, timings=kept)
+    made = _named(device, factors, driver=driver, date=today, command=command, timings=kept)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(calibration.text(made), encoding="utf-8")
     calibration.forget()
@@ -229,7 +171,7 @@ def run(settings: Settings) -> int:
             f"{geometric_mean(losses):.3f}, worst {max(losses):.2f}"
         )
     out.print(f"as it is now, by the {len(timings)} timings themselves: {told(timings, device, made)}")
-    out.print(f"{len(made.factors)} factors and the weights of {len(made.weights)} engines written to {target}", markup=False)
+    out.print(f"{len(factors)} factors written to {target}", markup=False)
     return OK
 
 
@@ -255,5 +197,5 @@ def choices(timings: Sequence[Timing], device: Device, one: Calibration | None) 
 
 
 def read_timings(path: Path) -> list[Timing]:
-    """The timings of a file."""
+    """The timings of a file, of an earlier version too."""
     return from_json(json.loads(path.read_text(encoding="utf-8"))["timings"])

@@ -58,9 +58,10 @@ HALVES = {"fp16": "float16", "bf16": "bfloat16"}
 MOST_ROUNDED = 1e-2  # relative error of 16-bit arithmetic against float64 of the arrays before they were rounded
 DEFAULT, IEEE, LAST = "torch, default (TF32)", "torch, IEEE", "torch, TF32, channels last"
 CUBLAS, CUBLAS_TF32 = "cuBLAS, IEEE", "cuBLAS, TF32"
+DEFAULT_WORDS = "our fp32 over torch's default, which is TF32"
 #: What is compared with what: the words of a mean, our way, and torch's.
 COMPARED = (
-    ("our fp32 over torch's default, which is TF32", OURS, DEFAULT), ("our fp32 over torch's IEEE", OURS, IEEE),
+    (DEFAULT_WORDS, OURS, DEFAULT), ("our fp32 over torch's IEEE", OURS, IEEE),
     ("our tf32 over torch's default", OURS_TF32, DEFAULT), ("our fp32 over TF32 on channels last", OURS, LAST),
     ("our fp32 over cuBLAS in IEEE", OURS, CUBLAS), ("our tf32 over cuBLAS in TF32", OURS_TF32, CUBLAS_TF32),
 )  # fmt: skip
@@ -228,6 +229,8 @@ def measure(torch: Any, group: str, mode: str, problem: ConvProblem, ours: dict[
     precision = "tf32" if problem.precision == "tf32" else "ieee"
     arrays = torch, problem, sets.x, sets.w
     others = rivals(*arrays) if every_way else {TORCH: torch_way(*arrays, precision=precision)}
+    if mode == "fp32" and not every_way:
+        others[DEFAULT] = torch_way(*arrays, precision="tf32")
     kept: dict[str, Any] = {}
 
     def keeping(name: str, way: Callable[[int], Any]) -> Callable[[int], None]:
@@ -276,17 +279,20 @@ class Mean:
 
     words: str
     ratios: tuple[tuple[float, str], ...]
+    #: our error and torch's, geometric means
+    errors: tuple[float | None, float | None] = (None, None)
 
     def cells(self) -> tuple[str, ...]:
         """The row of a table."""
         values = [ratio for ratio, _ in self.ratios]
         below, slower = sum(ratio < 1 for ratio in values), sum(ratio < SLOWER for ratio in values) / len(values)
         worst = f"{self.ratios[0][0]:.2f}"
-        return self.words, str(len(values)), number(geometric_mean(values), ".2f"), worst, str(below), f"{slower:.1%}"
+        errors = (number(error, ".1e") for error in self.errors)
+        return self.words, str(len(values)), number(geometric_mean(values), ".2f"), worst, str(below), f"{slower:.1%}", *errors
 
 
 FRONT_ROWS = 3  # of KernelBench's comparisons on the front page
-COLUMNS = ("", "layers", "geometric mean", "worst", "below 1", f"below {SLOWER}")
+COLUMNS = ("", "layers", "geometric mean", "worst", "below 1", f"below {SLOWER}", "our error", "torch's")
 
 
 def mean(words: str, rows: Sequence[Row], ours: str, theirs: str) -> Mean | None:
@@ -297,7 +303,8 @@ def mean(words: str, rows: Sequence[Row], ours: str, theirs: str) -> Mean | None
         times.setdefault(row.group or f"{row.mode} {row.direction} {row.problem}", []).append(pair)
     found = [(sum(b for _, b, _ in some) / sum(a for a, _, _ in some), some[0][2]) for some in times.values()]
     ratios = tuple(sorted(pair for pair in found if pair[0] == pair[0]))
-    return Mean(words, ratios) if ratios else None
+    errors = (geometric_mean(error for error in (row.errors.get(name) for row in rows) if error) for name in (ours, theirs))
+    return Mean(words, ratios, tuple(errors)) if ratios else None  # type: ignore[arg-type]  # two of them
 
 
 def means(rows: Sequence[Row], suite: str) -> list[Mean]:
@@ -305,7 +312,7 @@ def means(rows: Sequence[Row], suite: str) -> list[Mean]:
     if suite == "kernelbench":
         compared = (mean(words, rows, ours, theirs) for words, ours, theirs in COMPARED)
         return [one for one in compared if one]
-    found = []
+    found = [mean(DEFAULT_WORDS, [row for row in rows if row.mode == "fp32"], OURS, DEFAULT)]
     for mode in dict.fromkeys(row.mode for row in rows):
         own = [row for row in rows if row.mode == mode]
         passes = [(f"{mode} {direction}", [row for row in own if row.direction == direction]) for direction in PASSES]
@@ -361,7 +368,8 @@ def run(settings: bench.Settings, suite: str, each: int) -> int:
         ready = dict(zip(wanted, plans(wanted, device), strict=True))
         for i, (group, mode, problem) in enumerate(track(todo, lambda one: f"{one[1]} {one[2]}")):
             if settings.seconds is not None and time.monotonic() - began > settings.seconds:
-                out.print(f"stopped after {settings.seconds:.0f} s: {len(rows)} of {len(todo)} layers")
+                machine["method"] += f". Stopped after {settings.seconds:.0f} s: {len(rows)} of {len(todo)} layers, in random order"
+                out.print(machine["method"], markup=False)
                 break
             ours = {name: ready[as_called(one, device)] for name, one in our_problems(problem, suite).items()}
             try:
@@ -405,7 +413,7 @@ def our_problems(problem: ConvProblem, suite: str) -> dict[str, ConvProblem]:
 
 def excerpt(machine: dict[str, Any], rows: Sequence[Row], found: Sequence[Mean], suite: str) -> str:
     """The section of the front page: without passes and layers, with the errors of all ways."""
-    shown = found[:FRONT_ROWS] if suite == "kernelbench" else [one for one in found if " " not in one.words]
+    shown = found[:FRONT_ROWS] if suite == "kernelbench" else [one for one in found if " " not in one.words or one.words == DEFAULT_WORDS]
     said = measured_by(machine)
     if suite == "kernelbench":
         ways = list(dict.fromkeys(name for row in rows for name in row.errors))
@@ -427,7 +435,7 @@ def page(machine: dict[str, Any], rows: Sequence[Row], found: Sequence[Mean], su
         lines = [(row.problem, *(cell(row, name) for name in ways)) for row in rows]
         parts += ["Microseconds, and in brackets the error against float64:", markdown_table(("layer", *ways), 1, lines)]
     else:
-        passes = [one for one in found if " " in one.words]
+        passes = [one for one in found if " " in one.words and one.words != DEFAULT_WORDS]
         lost = [(one.words, problem, f"{ratio:.2f}") for one in passes for ratio, problem in one.ratios if ratio < SLOWER]
         parts += [f"Layers below {SLOWER}:", markdown_table(("mode and pass", "layer", "ratio"), 2, lost)] if lost else []
     return "\n\n".join(parts)
