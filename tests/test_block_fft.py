@@ -6,7 +6,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import test_epilogue as epilogue
-from reference import DISTRIBUTIONS, DTYPES, TINY, assert_close, assert_exact, assert_lost_alike, by_turns, check, dgrad, fprop, run
+from reference import (
+    DISTRIBUTIONS,
+    DTYPES,
+    TINY,
+    assert_close,
+    assert_exact,
+    assert_lost_alike,
+    by_turns,
+    check,
+    dgrad,
+    fprop,
+    reference,
+    run,
+)
+from test_borders import padded
 
 from pycuda_conv import ConvProblem, Plan, engines
 from pycuda_conv.engines.fft import blocks
@@ -321,3 +335,25 @@ def test_blocks_that_no_multiprocessor_holds():
     with pytest.raises(ValueError, match="two rows need more"):
         engines.schedule(problem, BlockFft(6912, 128), TURING)
     assert isinstance(engines.choose(problem, TURING), BlockFft)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_border_is_read_where_it_stands(device, seed):
+    """No copy of the image with its border is made. Zeros, NaN and Inf let results be summed, which reads the border too."""
+    rng = np.random.default_rng(700 + seed)
+    ndim = (2, 1, 2, 3)[seed % 4]
+    size, taps = (tuple(map(int, rng.integers(low, high[ndim - 1], ndim))) for low, high in ((20, (900, 90, 24)), (2, (60, 12, 5))))
+    pads = tuple((int(a), int(b)) for a, b in rng.integers(0, 9, (ndim, 2)))
+    modes = tuple((str(a), str(b)) for a, b in rng.choice(("zeros", "replicate", "reflect", "circular", "symmetric"), (ndim, 2)))
+    pads, modes = ((5, 3), *pads[1:]), (("reflect", modes[0][1]), *modes[1:])
+    x_shape, w_shape = (2, 2, *size), (4, 1, *taps)
+    problem = ConvProblem.forward(ndim, x_shape, w_shape, groups=2, padding=pads, padding_mode=modes)
+    made = Plan(problem, device, config=engines.Bordered(str(BlockFft(*(64,) * max(ndim, 2)))))
+    assert "border_" not in made.explain()
+    x, w = rng.integers(-4, 5, x_shape).astype("float32"), rng.integers(-4, 5, w_shape).astype("float32")
+    if seed % 2:
+        x[rng.random(x_shape) < 0.9] = 0
+    if seed % 3 == 0:
+        x[0, 0].flat[0], x[1, 1].flat[-1] = np.nan, np.inf
+    with np.errstate(all="ignore"):
+        np.testing.assert_array_equal(made(x, w), reference(False, ndim, padded(x.astype(np.float64), pads, modes), w, groups=2))

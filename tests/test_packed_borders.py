@@ -293,3 +293,33 @@ def test_an_image_of_bytes_takes_two_products(dtype, layout, config):
         got, want = simt.computed(problem, bordered, x, w), reference(False, 2, wide, w)
         whole = (w == np.rint(w)).all()
         np.testing.assert_allclose(got, want, rtol=0, atol=0 if whole else 4e-7 * reference(False, 2, abs(wide), abs(w)).max())
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_patches_of_few_inputs_show_their_columns(seed):
+    """Rows and slices come from where they stand, columns from the patch: both layouts, one and three products, strides, dilations, several tiles across."""
+    rng = np.random.default_rng(2000 + seed)
+    ndim, layout = (2, 2, 1, 3)[seed % 4], ("NHWC", "NCHW")[seed // 4 % 2]
+    dtype, precision = (("float16", "fp32"), ("float32", "fp32"), ("bfloat16", "fp32"), ("float32", "tf32"))[seed // 2 % 4]
+    taps = [int(n) for n in rng.integers(3, (8, 6, 4)[ndim - 1], ndim)]
+    pads = tuple((int(rng.integers(0, (t - 1) // 2 + 1)), int(rng.integers(0, (t - 1) // 2 + 1))) for t in taps)
+    pads = (*pads[:-1], (1, pads[-1][1]))
+    modes = [tuple(map(str, rng.choice(NEAR, 2))) for _ in range(ndim)]
+    modes[-1] = ("reflect", str(rng.choice(("zeros", "replicate", "reflect", "symmetric"))))
+    size = [int(n) for n in rng.integers(9, (200, 40, 12)[ndim - 1], ndim)]
+    stride, dilation = int(rng.integers(1, 3)), 1 + int(seed % 5 == 4 and dtype == "float32")
+    size = [max(n, 2 * dilation * t) for n, t in zip(size, taps, strict=True)]
+    c, k = (3, 1, 4, 2)[seed % 4], (24, 16, 40)[seed % 3]
+    x_shape, w_shape = (2, c, *size), (k, c, *taps)
+    options = {"stride": stride, "dilation": dilation}
+    given = {"padding": pads, "padding_mode": tuple(modes), "dtype": dtype, "layout": layout, "precision": precision, **options}
+    problem = ConvProblem.forward(ndim, x_shape, w_shape, (k,), **given)
+    config = engines.Bordered(str(engines.FewInputs(16, 16)))
+    assert {step.kernel for stage in emulator.program_of(problem, config, 3).whole for step in stage} == {"few_inputs"}
+    x, w, b = (rng.integers(-2, 3, shape).astype(dtype) for shape in (x_shape, w_shape, (k,)))
+    if seed % 3 == 0 and precision == "fp32":
+        x[(0,) * x.ndim] = np.nan
+    with np.errstate(all="ignore"):
+        want = reference(False, ndim, padded(x.astype(np.float64), pads, tuple(modes)), w, b, **options)
+        got = simt.computed(problem, config, x, w, b, seeds=(seed,))
+    np.testing.assert_array_equal(got.astype(np.float64), want.astype(dtype).astype(np.float64))

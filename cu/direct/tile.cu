@@ -11,7 +11,7 @@
 // Mapping  block -> TILE_P x TILE_Q pixels of one plane; GID_0 = (plane * tiles down + tile row) * tiles across + tile column.
 //          thread (ty, tx) -> ROWS pixels, one below the other, in column tx; with the loops unrolled, a value of the
 //          tile that several of these pixels need is loaded from shared memory once.
-// Border   A block whose window lies inside of x checks nothing. Others fill with zeros, or, if x has a border of its own pixels, copy the pixel that
+// Border   A block whose window lies inside of x checks nothing. Others fill with zeros, or, if x has a border of its own pixels, find the pixel that
 //          stands there: only for the places outside of x.
 // Types    x and y may be of integers of IN_BYTES and OUT_BYTES, which are converted as they are loaded and stored.
 // Memory   shared (LOCAL_ROOM): the filter, R*S, and the tile, HALO_H x HALO_W, where HALO_H = (TILE_P-1)*STRIDE_H + (R-1)*DIL_H + 1.
@@ -108,14 +108,6 @@ typedef data_t out_t;
 #define UNROLL_TAPS
 #endif
 
-// The pixel that stands at a place outside of an axis whose border is near; whether all those of a block's places are among the `count` that it loads from
-// x, in front of which there are `before` places of `all`.
-#define SHOWN_AT(i, axis) ((int)((i) < 0 ? arg.near_##axis : arg.last_near_##axis) + (int)arg.step_##axis * (i))
-#define LOADS(i, first, count, axis) ((unsigned)(SHOWN_AT(i, axis) - (first)) < (unsigned)(count))
-#define HOLDS(first, before, count, all, axis)                                                                                                             \
-  ((!(before) || (LOADS(first, (first) + (before), count, axis) && LOADS((first) + (before) - 1, (first) + (before), count, axis))) &&                      \
-   ((before) + (count) >= (all) ||                                                                                                                         \
-    (LOADS((first) + (before) + (count), (first) + (before), count, axis) && LOADS((first) + (all) - 1, (first) + (before), count, axis))))
 #define EDGES 2  // places outside of x that a thread loads first
 #define AT_MOST(a, b) ((a) < (b) ? (a) : (b))
 #define AT_LEAST_0(a) ((a) > 0 ? (a) : 0)
@@ -183,9 +175,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void direct_tile(const GLOBAL_MEM in_t* R
     acc_t edge[EDGES];
     int edge_at[EDGES];
     const int near = OF_LAYER(BORDERED, bordered) == 1;
-    // Nearly always what stands outside is shown by what the block loads anyway: then it is copied within shared memory, columns first.
-    const int held = near && !(arg.fills_h | arg.fills_w) && HOLDS(h0, above, rows, high, h) && HOLDS(w0, before, columns, wide, w);
-    if (near && !held) {
+    if (near) {
 #pragma unroll
       for (int e = 0; e < EDGES; ++e)
         if (LID_0 + e * THREADS < outside) LOAD_EDGE(TO_NEAR_PIXEL, LID_0 + e * THREADS, edge[e], edge_at[e])
@@ -197,18 +187,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void direct_tile(const GLOBAL_MEM in_t* R
       if (there) v = LOAD_X(x, corner + (index_t)down * (w_end - HALO_W) + i);
       if (there) tile[i] = v;
     }
-    if (held) {
-      local_barrier();
-      for (int c = 0; c < beside; ++c) {
-        const int right = c < before ? c : c + columns, from = SHOWN_AT(w0 + right, w) - w0;
-        for (int i = above + LID_0; i < above + rows; i += THREADS) tile[i * HALO_W + right] = tile[i * HALO_W + from];
-      }
-      local_barrier();
-      for (int r = 0; r < high - rows; ++r) {
-        const int down = r < above ? r : r + rows, from = SHOWN_AT(h0 + down, h) - h0;
-        for (int i = LID_0; i < wide; i += THREADS) tile[down * HALO_W + i] = tile[from * HALO_W + i];
-      }
-    } else if (near) {
+    if (near) {
 #pragma unroll
       for (int e = 0; e < EDGES; ++e)
         if (LID_0 + e * THREADS < outside) tile[edge_at[e]] = edge[e];

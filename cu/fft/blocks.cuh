@@ -24,6 +24,7 @@
 
 #define WIDE 1
 #include "fft/complex.cuh"
+#include "core/near_border.cuh"
 
 #ifndef BATCH
 #define BATCH 8
@@ -95,10 +96,14 @@ typedef struct BlocksArguments {
   // doubles from the start of a buffer: rotations of rows; spectra that are read and written, those of filters; norms of parts of pairs, and their masks; norms of
   // pairs and of filters; the list of results that may be off, and the number of its entries
   long_t turns_w, from_at, to_at, filters_at, part_norms_at, masks_at, norms_at, filter_norms_at, list_at, count_at;
+  long_t bordered, side_d, side_h, side_w, last_side_d, last_side_h, last_side_w;  // whether the image has a border, and what stands outside: near_border.cuh
   long_t most, resets, sums_grid;  // entries that the list holds; whether this launch begins it anew; blocks of blocks_sums.cu
   long_t limit;                    // a double's bits: a result of at least so many times both norms is right
   long_t has_scale, has_bias, has_residual, activation, slope;  // the epilogue; slope: an acc_t's bits
 } BlocksArguments;
+
+// The pixel that stands at place i of an axis: nearly always the one there; outside of the axis if there is none.
+#define SHOWN(i, axis, arg) ((arg)->bordered ? near_pixel(i, (int)(arg)->axis, (arg)->side_##axis, (arg)->last_side_##axis) : (i))
 
 // The place of block number `number`.
 typedef struct Block {
@@ -288,18 +293,22 @@ WITHIN_KERNEL Sum share_of_sum(const GLOBAL_MEM data_t* image, const GLOBAL_MEM 
   const int t = (int)arg->t, r = (int)arg->r, s = (int)arg->s, h = (int)arg->h, w = (int)arg->w, pieces = (s + PIECE - 1) / PIECE;
   int row = share / pieces, piece = share - row * pieces;
   const int down = SUMMANDS / pieces, along = SUMMANDS - down * pieces;
-  const int step = arg->flipped ? -1 : 1;
+  const int step = arg->flipped ? -1 : 1, bordered = arg->bordered != 0;
   while (row < t * r && !(sum.magnitude >= enough)) {
-    const int plane = row / r, z = front + plane, y = top + row - plane * r;
-    // taps of this piece that meet the image
-    const int first = LARGER(piece * PIECE, -left), end = SMALLER(SMALLER(piece * PIECE + PIECE, s), w - left);
+    const int plane = row / r, z = SHOWN(front + plane, d, arg), y = SHOWN(top + row - plane * r, h, arg);
+    // taps of this piece that meet the image, or its border
+    const int first = bordered ? piece * PIECE : LARGER(piece * PIECE, -left), last = SMALLER(piece * PIECE + PIECE, s);
+    const int end = bordered ? last : SMALLER(last, w - left);
     if ((unsigned)z < (unsigned)arg->d && (unsigned)y < (unsigned)h && first < end) {
-      const GLOBAL_MEM data_t* from = image + ((z * h + y) * (index_t)w + left);
+      const GLOBAL_MEM data_t* from = image + (z * h + y) * (index_t)w;
       const GLOBAL_MEM data_t* taps = filter + (arg->flipped ? t * r * s - 1 - row * s : row * s);
       double part = 0, magnitude = 0;
       for (int i = first; i < end && !(sum.magnitude + magnitude >= enough); i += AT_A_TIME) {
         double products[AT_A_TIME];
-        EACH(j, AT_A_TIME) products[j] = i + j < end ? (double)LOAD(from, i + j) * (double)LOAD(taps, (i + j) * step) : 0;
+        EACH(j, AT_A_TIME) {
+          const int column = SHOWN(left + i + j, w, arg);
+          products[j] = i + j < end && (unsigned)column < (unsigned)w ? (double)LOAD(from, column) * (double)LOAD(taps, (i + j) * step) : 0;
+        }
         EACH(j, AT_A_TIME) {
           part += products[j];
           magnitude += fabs(products[j]);

@@ -13,9 +13,11 @@
 #include "core/portable.cuh"
 #include "fft/blocks.cuh"
 
-// An element of an image; 0 outside, and if it is not `wanted`. A select, not a branch: several loads can be under way at once.
+// An element of an image, at a row and a column that its border may show; 0 outside, and if it is not `wanted`. A select, not a branch: several loads can be under way at once.
 WITHIN_KERNEL acc_t element(const GLOBAL_MEM data_t* image, const BlocksArguments* arg, int wanted, int row, int column) {
   acc_t v = 0;
+  row = SHOWN(row, h, arg);
+  column = SHOWN(column, w, arg);
   if (wanted && (unsigned)row < (unsigned)arg->h && (unsigned)column < (unsigned)arg->w) v = LOAD(image, row * (int)arg->row_step + column * (int)arg->column_step);
   return v;
 }
@@ -32,7 +34,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, TOGETHER) void fft_blocks_rows(const GLOBAL_MEM da
   const int number0 = (int)arg.at_once * pair, alone = arg.at_once == 1 || number0 + 1 == (int)arg.all_blocks, number1 = alone ? number0 : number0 + 1;
   const Block block0 = block_of(&arg, number0), block1 = block_of(&arg, number1);
   const int plane = divided(part, arg.by_parts_of_plane), top = (part - plane * (int)arg.parts_of_plane) * BATCH;
-  const int z0 = (int)(arg.first_d + block0.plane * arg.used_d) + plane, z1 = (int)(arg.first_d + block1.plane * arg.used_d) + plane;
+  const int z0 = SHOWN((int)(arg.first_d + block0.plane * arg.used_d) + plane, d, &arg), z1 = SHOWN((int)(arg.first_d + block1.plane * arg.used_d) + plane, d, &arg);
   const int there0 = (unsigned)z0 < (unsigned)arg.d, there1 = !alone && (unsigned)z1 < (unsigned)arg.d;
   const GLOBAL_MEM data_t *image = x + (group * (index_t)arg.group_stride + (index_t)arg.start), *from0 = image, *from1 = image;
   if (there0) from0 += block0.image * (index_t)arg.image_stride + z0 * (index_t)arg.plane_step;

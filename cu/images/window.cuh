@@ -70,7 +70,7 @@ typedef struct WindowArguments {
   long_t box_h, box_w;       // whether all taps along an axis are equal and the sums are made by doubling; on the CPU
   long_t x_fours, y_fours;   // whether all rows of an image of x, and of y, begin at a multiple of four elements; on a GPU
   long_t skip;               // whether the filter has taps of 0 that must not meet a NaN; on a GPU
-  long_t strips, reach;      // of walk.cu: strips of all images, and how far a filter may reach to each side, 1 or 4
+  long_t strips, reach, dense;  // of walk.cu: strips of all images; how far a filter may reach to each side, 1 or 4; whether it is one of both axes
 } WindowArguments;
 
 #define IS_OUTSIDE(i, n, axis) (arg.outside_##axis && (unsigned)(i) >= (unsigned)(n))

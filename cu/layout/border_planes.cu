@@ -6,10 +6,11 @@
 //
 // Some planes are one piece of memory, of the image and of the wide one: both are read and written in order, whatever the length of a row.
 //
-// Mapping  block -> `each` planes; thread -> every THREADS-th unit of 4 bytes, or of 8 in double, of what is written.
-// Memory   shared: the planes that are read, as they lie; and for each place along an axis of the wide image its pixel of x, or -1 and -2 where the place is
-//          filled with the value and with 0; for the way back also whether a row, or a column, of x is shown elsewhere.
-// Sums     a pixel's own place first. Then come, row by row and in a row, the places before the image and then those behind it, the nearest first.
+// Mapping  block -> `each` planes; warp -> rows of what is written, a unit of 4 bytes a lane, or of 8 in double. For the way back a thread has a row of wide
+//          first, then a warp a plane.
+// Memory   shared: the planes that are read, for the way back as sums; and for each place along an axis of the wide image its pixel of x, or -1 and -2 where
+//          the place is filled with the value and with 0.
+// Sums     of columns, then of rows: a pixel's own place first, then the places before the image and those behind it, the nearest first.
 //
 // By hand: nvcc -cubin -I cu cu/layout/border_planes.cu
 #include "core/portable.cuh"
@@ -18,13 +19,13 @@
 #ifndef THREADS
 #define THREADS 256
 #endif
-#define PAIR (sizeof(data_t) == 2 ? 2 : 1)  // elements of a unit
+#define UNIT (sizeof(data_t) == 2 ? 2 : 1)  // elements of a unit
 
 // by_n is the divisor n, prepared (core/division.cuh).
 typedef struct PlanesArguments {
   long_t planes, each;                                                         // all, and of a block
   long_t h, w, wide_h, wide_w, before_h, before_w;                             // sizes of x and of wide; places before the image
-  long_t by_h, by_w, by_wide_h, by_wide_w;
+  long_t by_h, by_wide_h;
   long_t value, has_residual;                                                  // bits of an acc_t
   long_t shift_h, period_h, by_period_h, low_h, high_h, fills_h;               // the side before, and the one behind: see core/border.cuh
   long_t shift_w, period_w, by_period_w, low_w, high_w, fills_w;
@@ -45,72 +46,56 @@ WITHIN_KERNEL void find_pixels(int* pixel_h, int* pixel_w, const PlanesArguments
     }
   }
 }
-// `size` elements, of which the first lies at a multiple of 16 bytes.
-WITHIN_KERNEL void load_planes(data_t* room, const data_t* RESTRICT from, int size) {
-  const int whole = size * (int)sizeof(data_t) / 16;
-  for (int i = LID_0; i < whole; i += THREADS) ((uint4*)room)[i] = __ldg((const uint4*)from + i);
-  for (int i = whole * (16 / (int)sizeof(data_t)) + LID_0; i < size; i += THREADS) room[i] = from[i];
-}
+#define WARP (LID_0 >> 5)
+#define WARPS (THREADS / 32)
 #define ROOM_OF_PLANES                                                                                          \
   extern __shared__ __align__(16) int pixels[];                                                                 \
   int* const pixel_h = pixels;                                                                                  \
   int* const pixel_w = pixels + (int)arg.wide_h;                                                                \
-  data_t* const room = (data_t*)(pixels + ((int)(arg.h + arg.w + arg.wide_h + arg.wide_w) + 3) / 4 * 4);                       \
+  void* const behind = pixels + ((int)(arg.wide_h + arg.wide_w) + 3) / 4 * 4;                                   \
   const index_t first = (index_t)GID_0 * (index_t)arg.each;                                                     \
-  const int some = (int)arg.planes - (int)first < (int)arg.each ? (int)arg.planes - (int)first : (int)arg.each;
+  const int some = (int)arg.planes - (int)first < (int)arg.each ? (int)arg.planes - (int)first : (int)arg.each; \
+  const int h = (int)arg.h, w = (int)arg.w, wide_h = (int)arg.wide_h, wide_w = (int)arg.wide_w, lane = LID_0 & 31;
 
-// Where element `i` of some planes lies: its plane, row and column; and the element behind that.
-typedef struct Place {
-  int plane, row, column;
-} Place;
-WITHIN_KERNEL Place place_of(int i, int h, int w, divider_t by_h, divider_t by_w) {
-  Place at;
-  const int line = divided(i, by_w);
-  at.column = i - line * w;
-  at.plane = divided(line, by_h);
-  at.row = line - at.plane * h;
-  return at;
-}
-WITHIN_KERNEL void go_on(Place& at, int h, int w) {
-  if (++at.column < w) return;
-  at.column = 0;
-  if (++at.row < h) return;
-  at.row = 0;
-  ++at.plane;
-}
-// Stores a unit, whose last element there may not be.
-WITHIN_KERNEL void store_unit(data_t* to, const acc_t (&v)[PAIR], int count) {
-  data_t unit[PAIR];
+// Stores a unit, or the `count` elements of it that are there; `whole`: it lies at a multiple of its bytes.
+WITHIN_KERNEL void store_unit(data_t* to, const acc_t (&v)[UNIT], int count, bool whole) {
+  data_t unit[UNIT];
 #pragma unroll
-  for (int j = 0; j < PAIR; ++j) STORE(unit, j, v[j]);
-  if (PAIR == 2 && count == 2) {
+  for (int j = 0; j < UNIT; ++j) STORE(unit, j, v[j]);
+  if (UNIT == 2 && count >= 2 && whole) {
     *(unsigned*)to = *(const unsigned*)unit;
   } else {
-    *to = unit[0];
+#pragma unroll
+    for (int j = 0; j < UNIT; ++j)
+      if (j < count) to[j] = unit[j];
   }
 }
 
 KERNEL LAUNCH_BOUNDS(THREADS, 4) void border_planes_copy(const data_t* RESTRICT x, data_t* RESTRICT wide, const PlanesArguments arg) {
   AFTER_LAST_LAUNCH
   ROOM_OF_PLANES
-  const int h = (int)arg.h, w = (int)arg.w, wide_h = (int)arg.wide_h, wide_w = (int)arg.wide_w, size = some * wide_h * wide_w;
+  data_t* const room = (data_t*)behind;
   const acc_t value = BITS_TO_ACC(arg.value);
   find_pixels(pixel_h, pixel_w, arg);
-  load_planes(room, x + first * (h * w), some * h * w);
+  const data_t* const from = x + first * (h * w);
+  const int size = some * h * w, sixteens = size * (int)sizeof(data_t) / 16;
+  for (int i = LID_0; i < sixteens; i += THREADS) ((uint4*)room)[i] = __ldg((const uint4*)from + i);
+  for (int i = sixteens * (16 / (int)sizeof(data_t)) + LID_0; i < size; i += THREADS) room[i] = from[i];
   local_barrier();
   data_t* const to = wide + first * (wide_h * wide_w);
-  for (int i = PAIR * LID_0; i < size; i += PAIR * THREADS) {
-    Place at = place_of(i, wide_h, wide_w, arg.by_wide_h, arg.by_wide_w);
-    acc_t v[PAIR];
+  for (int line = WARP; line < some * wide_h; line += WARPS) {
+    const int plane = divided(line, arg.by_wide_h), row = pixel_h[line - plane * wide_h];
+    const data_t* const source = room + (plane * h + (row < 0 ? 0 : row)) * w;
+    for (int q = UNIT * lane; q < wide_w; q += UNIT * 32) {
+      acc_t v[UNIT];
 #pragma unroll
-    for (int j = 0; j < PAIR; ++j) {
-      v[j] = 0;
-      if (i + j >= size) break;
-      const int row = pixel_h[at.row], column = pixel_w[at.column], filled = column < 0 ? column : row;
-      v[j] = filled < 0 ? (filled == -1 ? value : 0) : LOAD(room, at.plane * h * w + row * w + column);
-      go_on(at, wide_h, wide_w);
+      for (int j = 0; j < UNIT; ++j) {
+        const int column = q + j < wide_w ? pixel_w[q + j] : 0, filled = column < 0 ? column : row;
+        v[j] = LOAD(source, column < 0 ? 0 : column);
+        if (filled < 0) v[j] = filled == -1 ? value : 0;
+      }
+      store_unit(to + line * wide_w + q, v, wide_w - q, wide_w % UNIT == 0);
     }
-    store_unit(to + i, v, size - i < PAIR ? size - i : PAIR);
   }
 }
 
@@ -120,45 +105,48 @@ KERNEL LAUNCH_BOUNDS(THREADS, 4) void border_planes_copy(const data_t* RESTRICT 
 KERNEL LAUNCH_BOUNDS(THREADS, 4) void border_planes_fold(const data_t* RESTRICT wide, const data_t* residual, data_t* dx, const PlanesArguments arg) {
   AFTER_LAST_LAUNCH
   ROOM_OF_PLANES
-  const int h = (int)arg.h, w = (int)arg.w, wide_h = (int)arg.wide_h, wide_w = (int)arg.wide_w, before_h = (int)arg.before_h, before_w = (int)arg.before_w;
-  const int size = some * h * w;
-  int* const shown_h = pixels + wide_h + wide_w;  // there is room for them behind the places
-  int* const shown_w = shown_h + h;
+  acc_t* const sums = (acc_t*)behind;
+  const int before_h = (int)arg.before_h, before_w = (int)arg.before_w;
   find_pixels(pixel_h, pixel_w, arg);
-  for (int i = LID_0; i < h + w; i += THREADS) shown_h[i] = 0;
-  load_planes(room, wide + first * (wide_h * wide_w), some * wide_h * wide_w);
+  const data_t* const from = wide + first * (wide_h * wide_w);
+  const int size = some * wide_h * wide_w, fours = size / 4;
+  for (int i = LID_0; i < fours; i += THREADS) {
+    acc_t v[4];
+    LOAD_VEC(v, from, 4 * i)
+    LOCAL_STORE_VEC(sums + 4 * i, v)
+  }
+  for (int i = 4 * fours + LID_0; i < size; i += THREADS) sums[i] = LOAD(from, i);
   local_barrier();
-  for (int i = LID_0; i < wide_h - h + wide_w - w; i += THREADS) {
-    const bool of_rows = i < wide_h - h;
-    const int number = of_rows ? i : i - (wide_h - h), pixel = of_rows ? pixel_h[OUTSIDE(number, before_h, h)] : pixel_w[OUTSIDE(number, before_w, w)];
-    if (pixel >= 0) (of_rows ? shown_h : shown_w)[pixel] = 1;
+  for (int line = LID_0; line < some * wide_h; line += THREADS) {
+    acc_t* const row = sums + line * wide_w;
+    for (int s = 0; s < wide_w - w; ++s) {
+      const int place = OUTSIDE(s, before_w, w), column = pixel_w[place];
+      if (column >= 0) row[before_w + column] += row[place];
+    }
+  }
+  local_barrier();
+  for (int plane = WARP; plane < some; plane += WARPS) {
+    acc_t* const of_plane = sums + plane * wide_h * wide_w + before_w;
+    for (int r = 0; r < wide_h - h; ++r) {
+      const int place = OUTSIDE(r, before_h, h), row = pixel_h[place];
+      if (row < 0) continue;
+      for (int q = lane; q < w; q += 32) of_plane[(before_h + row) * wide_w + q] += of_plane[place * wide_w + q];
+    }
   }
   local_barrier();
   const index_t begin = first * (h * w);
-  for (int i = PAIR * LID_0; i < size; i += PAIR * THREADS) {
-    Place at = place_of(i, h, w, arg.by_h, arg.by_w);
-    acc_t v[PAIR];
+  for (int line = WARP; line < some * h; line += WARPS) {
+    const int plane = divided(line, arg.by_h);
+    const acc_t* const row = sums + (plane * wide_h + before_h + line - plane * h) * wide_w + before_w;
+    for (int q = UNIT * lane; q < w; q += UNIT * 32) {
+      const index_t to = begin + line * w + q;
+      acc_t v[UNIT];
 #pragma unroll
-    for (int j = 0; j < PAIR; ++j) {
-      v[j] = 0;
-      if (i + j >= size) break;
-      const int plane = at.plane * wide_h * wide_w, own = before_w + at.column;
-      const int rows = shown_h[at.row] ? wide_h - h : 0, columns = shown_w[at.column] ? wide_w - w : 0;
-      v[j] = LOAD(room, plane + (before_h + at.row) * wide_w + own);
-      if (rows || columns) {
-        for (int r = -1; r < rows; ++r) {  // -1 is the pixel's own place
-          const int row = r < 0 ? before_h + at.row : OUTSIDE(r, before_h, h);
-          if (r >= 0 && pixel_h[row] != at.row) continue;
-          if (r >= 0) v[j] += LOAD(room, plane + row * wide_w + own);
-          for (int s = 0; s < columns; ++s) {
-            const int column = OUTSIDE(s, before_w, w);
-            if (pixel_w[column] == at.column) v[j] += LOAD(room, plane + row * wide_w + column);
-          }
-        }
+      for (int j = 0; j < UNIT; ++j) {
+        v[j] = q + j < w ? row[q + j] : 0;
+        if (arg.has_residual && q + j < w) v[j] += LOAD(residual, to + j);
       }
-      if (arg.has_residual) v[j] += LOAD(residual, begin + i + j);
-      go_on(at, h, w);
+      store_unit(dx + to, v, w - q, w % UNIT == 0);
     }
-    store_unit(dx + begin + i, v, size - i < PAIR ? size - i : PAIR);
   }
 }

@@ -16,6 +16,7 @@
 //          says where in a channel's words each tap and channel of x goes.
 // Loads    Rows of x are copied as runs of 16, 8 or 4 bytes, whichever divides a row, so a row of the patch may begin some elements before
 //          its first pixel. Other rows are copied element by element.
+// Border   Rows and slices outside of x are loaded from those that stand there. Columns beside x are copied within the patch, where what they show is loaded.
 // Words    In 16 bits a word is two neighbours. A pixel may begin in the middle of one: then every row of taps has a word that begins one
 //          element before it. If odd columns begin in the middle of a word and even ones do not, or the reverse, odd columns read a copy of the patch
 //          that lies one element further left. Elements of a word outside the row of taps are masked: the filter is zero there, and 0 x Inf is NaN.
@@ -38,6 +39,7 @@
 #include "mma/fragments.cuh"
 #include "core/tf32.cuh"
 #include "core/truncation.cuh"
+#include "core/near_border.cuh"
 
 typedef element<TYPE> data_t;
 
@@ -83,6 +85,7 @@ struct FewInputsArguments {
   long long taps, by_taps, last_tap, row_taps, by_row_taps;  // of the filter: taps; the last tap if they are taken in reverse, else -1; taps of a row
   long long channel_words;                              // with PLANES: words from one channel of x to the next
   long long depth, height, width;                       // size of x
+  long long bordered, side_d, side_h, side_w, last_side_d, last_side_h, last_side_w;  // whether it has a border, and what stands outside (near_border.cuh)
   long long patch, patch_rows, by_patch_rows, pitch;    // patch rows of all slices, and of one; elements from one row to the next
   long long unit, units, by_units, shift;               // elements of a unit that is copied at once; units of a row; elements before the first pixel
   long long stages, stage_bytes;                        // patches, and bytes of one
@@ -187,7 +190,12 @@ struct Unit {
       const Divided of_channel(slice, arg.slices, arg.by_slices);
       plane = (corner.n * (int)arg.groups + group) * (int)arg.c + of_channel.quotient, slice = of_channel.rest;
     }
-    const int d = corner.d + slice * (int)arg.dilation_d, h = corner.h + of_slice.rest, element = corner.element + of_row.rest * (int)arg.unit;
+    int d = corner.d + slice * (int)arg.dilation_d, h = corner.h + of_slice.rest;
+    const int element = corner.element + of_row.rest * (int)arg.unit;
+    if (arg.bordered) {
+      d = near_pixel(d, (int)arg.depth, arg.side_d, arg.last_side_d);
+      h = near_pixel(h, (int)arg.height, arg.side_h, arg.last_side_h);
+    }
     mine = of_row.quotient < (int)arg.patch;
     there = mine && (unsigned)d < (unsigned)arg.depth && (unsigned)h < (unsigned)arg.height && (unsigned)element < (unsigned)row_elements;
     from = ((plane * (int)arg.depth + d) * (int)arg.height + h) * row_elements + element;
@@ -200,6 +208,18 @@ DEVICE void copy_patch(const FewInputsArguments& arg, const data_t* x, const Cor
     const Unit unit(arg, corner, group, i, row_elements);
     copy_or_zero<bytes>(to + i * bytes, unit.there ? x + unit.from : x, unit.there);
   }
+}
+
+// Copies to the columns of a patch that lie beside x what they show of the same row.
+DEVICE void show_columns(const FewInputsArguments& arg, data_t* patch, int begin, int row_elements) {
+  const int pitch = (int)arg.pitch, of_pixel = (int)arg.pixel, left = min(max(-begin, 0), pitch), right = min(max(row_elements - begin, 0), pitch);
+  for (int row = threadIdx.x / 32; row < (int)arg.patch; row += WARPS)
+    for (int i = threadIdx.x % 32; i < left + pitch - right; i += 32) {
+      const int to = i < left ? i : right + i - left, element = begin + to;
+      const int column = element < 0 ? -1 - (-1 - element) / of_pixel : element / of_pixel;
+      const int from = near_pixel(column, (int)arg.width, arg.side_w, arg.last_side_w) * of_pixel + element - column * of_pixel - begin;
+      if (from >= left && from < right) patch[row * pitch + to] = patch[row * pitch + from];
+    }
 }
 
 #if PLANES
@@ -448,6 +468,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     if (stages > 1 && tile + workers < tiles) copies_wait<1>();
     else copies_wait<0>();
     __syncthreads();
+    if (arg.bordered) {
+      show_columns(arg, (data_t*)((char*)patch + now), Corner(arg, tile).element, row_elements);
+      __syncthreads();
+    }
 #if TYPE == 32 && PRODUCTS == 3
 #elif TYPE == 32
     for (int i = threadIdx.x; i * 4 < (int)(arg.patch * arg.pitch); i += THREADS) {

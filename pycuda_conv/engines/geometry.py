@@ -205,6 +205,10 @@ def near_sides(problem: ConvProblem) -> dict[str, int] | None:
     return found
 
 
+#: The same for an image without a border.
+NO_SIDES = {f"{name}{axis}": 0 for name in ("side_", "last_side_") for axis in "dhw"}
+
+
 def shown_once_along(n: int, words: tuple[str, str], before: int, after: int) -> tuple[int, int]:
     """The first and the number of neighbouring pixels of an axis that its border shows nowhere."""
     low, high = 0, n

@@ -115,7 +115,7 @@ def _unfinished(*operands: Any) -> Any:
 class Light(_Folding):
     """Functions for graphs that run as they are."""
 
-    sums_in_training = counts = shares = True
+    sums_in_training = counts = shares = nests_cats = True
     casts_early = False  # a repeated convolution inside of torch.autocast casts in its own sequence of launches
 
     def __init__(self, graph: Graph) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from pycuda_conv.engines.base import AMONG_TRANSFORMS, Config, fastest
 from pycuda_conv.engines.costs import costs, spread
-from pycuda_conv.engines.geometry import arguments, bits, by_axis, ceil, filter_strides, needs_64_bits
+from pycuda_conv.engines.geometry import NO_SIDES, arguments, bits, by_axis, ceil, filter_strides, near_sides, needs_64_bits
 from pycuda_conv.engines.limits import NOT_EMPTY, UNIT_STEPS, Takes, Tiles
 from pycuda_conv.engines.schedule import INPUT, OPERANDS, PACKED, WEIGHT, WORKSPACE, Arena, Schedule, finish, grid_refusal, shared_limit
 from pycuda_conv.engines.struct import kernel_struct
@@ -173,8 +173,23 @@ LEGAL = Tiles(TAKES, BlockFft, _fits)
 # ---- launches
 
 
+def adds_border(source: ConvProblem, problem: ConvProblem, config: BlockFft) -> bool:
+    """Whether :func:`schedule` takes the image of `source`, which has a border, for the wider one of `problem`."""
+    return source.direction == "fprop" and source.border is not None and not source.input_dtype and near_sides(source) is not None
+
+
+def schedule_with_border(source: ConvProblem, config: BlockFft, device: Device) -> Schedule:
+    """The launches of `config` for the :attr:`ConvProblem.padded` of `source`, which read its image: see :func:`adds_border`."""
+    return _launches_of(source.padded, config, device, source)
+
+
 def schedule(problem: ConvProblem, config: BlockFft, device: Device, with_moments: bool = False) -> Schedule:
-    """The launches of `config` for `problem`.
+    """The launches of `config` for `problem`."""
+    return _launches_of(problem, config, device)
+
+
+def _launches_of(problem: ConvProblem, config: BlockFft, device: Device, source: ConvProblem | None = None) -> Schedule:
+    """The launches for `problem`; with `source` they read its image instead, and find its border.
 
     On a GPU the filters' spectra are their packed form. OpenCL launches take whole buffers, so there they lie in the workspace.
     """
@@ -193,7 +208,7 @@ def schedule(problem: ConvProblem, config: BlockFft, device: Device, with_moment
         """Room for so many doubles: where it begins, in doubles."""
         return arena.take(8 * numbers)[1] // 8
 
-    of_filter, of_image = (_arguments(problem, config, blocks, batch, one) for one in (True, False))
+    of_filter, of_image = (_arguments(problem, config, blocks, batch, one, source) for one in (True, False))
     turns_at = {length: place(packed, NUMBERS * length) for length in dict.fromkeys(config.lengths[config.LENGTH_D == 1 :])}
     packed_places = {
         "turns_w": turns_at[config.LENGTH_W], "filters_at": place(packed, NUMBERS * filters * of_block),
@@ -291,9 +306,13 @@ LATER = (
 )  # fmt: skip
 
 
-def _arguments(problem: ConvProblem, config: BlockFft, blocks: _Blocks, batch: int, of_filter: bool) -> Any:
-    """The arguments of launches that read the filter, or else the images; :data:`LATER` are 0."""
-    (t, r, s), (o, p, q), (d, h, w) = problem.filter_size, problem.result_size, problem.operand_size
+def _arguments(
+    problem: ConvProblem, config: BlockFft, blocks: _Blocks, batch: int, of_filter: bool, source: ConvProblem | None
+) -> Any:
+    """The arguments of launches that read the filter, or else the images, those of `source` if there is one; :data:`LATER` are 0."""
+    read = source or problem
+    (t, r, s), (o, p, q), (d, h, w) = problem.filter_size, problem.result_size, read.operand_size
+    sides = None if source is None or of_filter else near_sides(source)
     groups, written, linear = problem.groups, problem.result_channels // problem.groups, _is_line(problem)
     f_group, f_written, _ = filter_strides(problem)
     forward, taps, of_block = problem.direction == "fprop", t * r * s, math.prod(config.lengths)
@@ -308,7 +327,7 @@ def _arguments(problem: ConvProblem, config: BlockFft, blocks: _Blocks, batch: i
             "all_blocks": written, "at_once": 1, "pairs": written,
         }  # fmt: skip
     else:
-        firsts = (-pad if forward else pad - (n - 1) for pad, n in zip(problem.padding_before, problem.filter_size, strict=True))
+        firsts = (-pad if forward else pad - (n - 1) for pad, n in zip(read.padding_before, problem.filter_size, strict=True))
         count = math.prod(blocks.count)
         what = {
             "image_stride": groups * d * h * w, "group_stride": d * h * w, "d": d, "h": h, "w": w, **by_axis("first_", tuple(firsts)),
@@ -327,7 +346,7 @@ def _arguments(problem: ConvProblem, config: BlockFft, blocks: _Blocks, batch: i
         rows=rows, groups=length_w // batch, parts=rows // batch, parts_of_plane=parts_of_plane, segment=length_w // SEGMENTS,
         result_parts=min(blocks.used[0], o) * results_of_plane, result_parts_of_plane=results_of_plane,
         k=groups * written, per_group=written, o=o, p=p, q=q, f_group=f_group, f_written=f_written, t=t, r=r, s=s, flipped=int(not forward),
-        limit=bits(limit, 8), **finish(problem),
+        limit=bits(limit, 8), bordered=int(sides is not None), **(sides or NO_SIDES), **finish(problem),
     )  # fmt: skip
 
 

@@ -209,7 +209,7 @@ def _strip_length(tile: Tile, p: int, others: int, taps: int, shared: int, devic
 def separable(window: Window, taps: tuple[int, int], device: Device) -> KernelLaunch:
     """A filter of `taps` along rows' axis (h) and columns' axis (w); 0 is no filter. Buffers: x, both filters, previous results | y.
 
-    On a GPU, three kernels do it: see :func:`_kernel_for`.
+    On a GPU, one of three kernels does it: see :func:`_kernel_for`.
     """
     return _launch("separable", window, (1, *taps), device)
 
@@ -241,17 +241,21 @@ def packed(filters: np.ndarray, window: Window, device: Device) -> np.ndarray:
     return np.ascontiguousarray(wide.reshape(t, r, groups, lanes).transpose(0, 2, 1, 3)).ravel()
 
 
-#: How far a filter of walk.cu reaches to each side, one text for all; columns of a warp there; its warps on a multiprocessor.
-REACHES, WARP_COLUMNS, WARPS = (1, 4), 128, 16
+#: How far a filter of walk.cu reaches to each side, and one of both axes at once; columns of a warp there; its warps on a multiprocessor.
+REACHES, DENSE_REACHES = (1, 4), (1,)
+WARP_COLUMNS, WARPS = 128, 16
 
 
-def _reach_of_walk(window: Window, taps: tuple[int, int, int]) -> int | None:
+def _reach_of_walk(window: Window, taps: tuple[int, int, int], dense: bool = False) -> int | None:
     """How far walk.cu has to reach for a filter along rows and columns, or None if the filter or the image is not for it."""
-    _, r, s = taps
+    t, r, s = taps
     before, w = window.before[2], window.size[2]
+    if t > 1:
+        return None
     if not r or not s or window.sums != "float32" or window.colours != 1 or window.result[2] != w or w % 4 or not _x_in_fours(window):
         return None
-    return next((reach for reach in REACHES if max(r - reach - 1, before, s - 1 - before) <= reach and before >= 0), None)
+    reaches = DENSE_REACHES if dense else REACHES
+    return next((reach for reach in reaches if max(r - reach - 1, before, s - 1 - before) <= reach and before >= 0), None)
 
 
 def _x_in_fours(window: Window) -> bool:
@@ -259,14 +263,14 @@ def _x_in_fours(window: Window) -> bool:
     return _in_fours((*(step for _, step, _ in window.images), *window.x_strides), 4)
 
 
-def _kernel_for(window: Window, taps: tuple[int, int, int], device: Device) -> str:
-    """The kernel of a separable filter: of a short one along rows and columns, of one along rows' axis alone, or of any."""
-    if device.backend == "cuda":
-        if _reach_of_walk(window, taps) is not None:
+def _kernel_for(kernel: str, window: Window, taps: tuple[int, int, int], device: Device) -> str:
+    """The kernel of a filter: a short one has another than others of its kind, and so has one along rows' axis alone."""
+    if device.backend == "cuda" and kernel in ("separable", "correlate"):
+        if _reach_of_walk(window, taps, kernel == "correlate") is not None:
             return "walk"
-        if taps[1] and not taps[2] and window.colours == 1 and not window.size[2] % 4 and _x_in_fours(window):
+        if kernel == "separable" and taps[1] and not taps[2] and window.colours == 1 and not window.size[2] % 4 and _x_in_fours(window):
             return "columns"
-    return "separable"
+    return kernel
 
 
 def _warp_rows(p: int, others: int, halo: int, device: Device) -> int:
@@ -286,7 +290,7 @@ def _tile_for(kernel: str, window: Window, taps: tuple[int, int, int], device: D
 
 def _launch(kernel: str, window: Window, taps: tuple[int, int, int], device: Device, skip: bool = False) -> KernelLaunch:
     host, (d, h, w), (o, p, q), colours = device.backend != "cuda", window.size, window.result, window.colours
-    kernel = _kernel_for(window, taps, device) if kernel == "separable" else kernel
+    dense, kernel = kernel == "correlate", _kernel_for(kernel, window, taps, device)
     tile = _tile_for(kernel, window, taps, device)
     if tile is None:
         raise ValueError(f"a filter of {taps} taps does not fit a block's memory")
@@ -295,7 +299,7 @@ def _launch(kernel: str, window: Window, taps: tuple[int, int, int], device: Dev
     across, reach = ceil(q * colours, tile.q), 0
     tile_p = tile.p
     if kernel == "walk":
-        reach = _reach_of_walk(window, taps) or 0
+        reach = _reach_of_walk(window, taps, dense) or 0
         tile_p = _warp_rows(p, prod(counts) * o * across, 2 * reach, device)
     elif not host and kernel in ("separable", "sum"):
         tile_p = _strip_length(tile, p, prod(counts) * o * across, taps[1], shared, device)
@@ -315,7 +319,7 @@ def _launch(kernel: str, window: Window, taps: tuple[int, int, int], device: Dev
         args[f"pad_{axis}"] = before
         args |= {f"{name}_{axis}": number for name, number in border_numbers(border, n, before).items()}
     blocks = prod(counts) * o * args["tiles_p"] * args["tiles_q"]
-    args |= {"strips": blocks, "reach": reach}
+    args |= {"strips": blocks, "reach": reach, "dense": dense}
     if kernel == "walk":
         blocks = ceil(blocks, THREADS // 32)
     if blocks > GRID_LIMIT:

@@ -40,11 +40,12 @@ def _launch(
         return None
     wide, planes = [b + n + a for b, n, a in zip(before, narrow, after, strict=True)], outer * d
     read, written = (math.prod(wide), math.prod(narrow)) if folds else (math.prod(narrow), math.prod(wide))
-    itemsize, tables = problem.itemsize, 4 * ceil(sum(wide) + sum(narrow), 4) * 4
+    itemsize, tables = problem.itemsize, 16 * ceil(sum(wide), 4)
+    held = accumulator_bytes(problem) if folds else itemsize
     unit = next((n for n in (1, 2, 4, 8) if n * read * itemsize % 16 == 0 and n * written * itemsize % 4 == 0), 0)
-    if not unit or not read or tables + unit * read * itemsize > MOST_SHARED:
+    if not unit or not read or tables + unit * read * held > MOST_SHARED:
         return None
-    some = min(ENOUGH // (unit * read * itemsize), ceil(ceil(planes, unit), BLOCKS_EACH * device.multiprocessors))
+    some = min(ENOUGH // (unit * read * held), ceil(ceil(planes, unit), BLOCKS_EACH * device.multiprocessors))
     each = unit * max(some, 1)
     numbers: dict[str, int] = {}
     for axis, n, words in zip("hw", narrow, (problem.border or borders.NONE)[1:], strict=True):
@@ -52,15 +53,15 @@ def _launch(
             side = borders.side(word, n)
             numbers |= {f"{prefix}{name}_{axis}": value for name, value in side._asdict().items()}
             numbers[f"by_{prefix}period_{axis}"] = divider(side.period)
-    sizes = dict(zip(("h", "w", "wide_h", "wide_w"), (*narrow, *wide), strict=True))
-    sizes |= {f"by_{name}": divider(n) for name, n in sizes.items()}
+    sizes: dict[str, int] = dict(zip(("h", "w", "wide_h", "wide_w"), (*narrow, *wide), strict=True))
+    sizes |= {f"by_{name}": divider(sizes[name]) for name in ("h", "wide_h")}
     args = arguments(
         PlanesArguments, planes=planes, each=each, before_h=before[0], before_w=before[1],
         value=0 if folds else bits(problem.border_value, accumulator_bytes(problem)), has_residual=int(folds and problem.has_residual),
         **sizes, **numbers,
     )  # fmt: skip
     defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(big), "THREADS": THREADS}
-    shared = tables + each * read * itemsize
+    shared = tables + each * read * held
     return KernelLaunch(kernel, defines, ceil(planes, each), THREADS, buffers, (), "border_planes", shared=shared, arguments=args)
 
 

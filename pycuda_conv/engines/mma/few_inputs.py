@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.costs import bytes_moved, costs
-from pycuda_conv.engines.geometry import arguments, by_axis, ceil
+from pycuda_conv.engines.geometry import NO_SIDES, arguments, by_axis, ceil, near_sides
 from pycuda_conv.engines.limits import AMPERE, IN_32_BITS, NOT_EMPTY, Takes, Tiles, types
 from pycuda_conv.engines.mma.common import SHARED_BYTES
 from pycuda_conv.engines.schedule import OPERANDS, Schedule, finish, finish_constants
@@ -176,13 +176,44 @@ LEGAL = Tiles(
 # ---- launches
 
 
+def adds_border(source: ConvProblem, problem: ConvProblem, config: FewInputs) -> bool:
+    """Whether :func:`schedule` takes the image of `source`, which has a border, for the wider one of `problem`.
+
+    What columns beside an image show has to lie in the same patch: so for mirrors, and filters as wide as twice the border.
+    """
+    if source.direction != "fprop" or source.border is None or source.input_dtype or near_sides(source) is None:
+        return False
+    beside = max(source.padding_before[2], source.padding_after[2])
+    reach = (source.filter_size[2] - 1) * source.dilation[2] + 1
+    return "circular" not in source.border[2] and reach > 2 * beside and LEGAL.refusal(_of_zeros(source), config) is None
+
+
+def _of_zeros(source: ConvProblem) -> ConvProblem:
+    """The same with zeros around its image, which lies so, and whose patches are as large."""
+    return replace(source, border=None, border_value=0.0, result_dtype="")
+
+
+def schedule_with_border(source: ConvProblem, config: FewInputs, device: Device) -> Schedule:
+    """The launches of `config` for the :attr:`ConvProblem.padded` of `source`, which read its image: see :func:`adds_border`."""
+    return _launches_of(_of_zeros(source), config, device, near_sides(source))
+
+
 def schedule(problem: ConvProblem, config: FewInputs, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`; they note no moments."""
-    return Schedule.reading(problem, lambda strides: [[_launch(problem, config, device, strides)]])
+    return _launches_of(problem, config, device, None)
 
 
-def _launch(problem: ConvProblem, config: FewInputs, device: Device, filter_steps: tuple[int, int, int, int]) -> KernelLaunch:
-    """The launch for a filter with these strides in elements: of a group, a channel of the result, a channel of the input, a tap."""
+def _launches_of(problem: ConvProblem, config: FewInputs, device: Device, sides: dict[str, int] | None) -> Schedule:
+    return Schedule.reading(problem, lambda strides: [[_launch(problem, config, device, strides, sides)]])
+
+
+def _launch(
+    problem: ConvProblem, config: FewInputs, device: Device, filter_steps: tuple[int, int, int, int], sides: dict[str, int] | None
+) -> KernelLaunch:
+    """The launch for a filter with these strides in elements: of a group, a channel of the result, a channel of the input, a tap.
+
+    `sides` say what stands outside of the image, if that is not zeros.
+    """
     tile, forward = _tile(problem, config), problem.direction == "fprop"
     depth, height, width = problem.operand_size
     o, p, q = problem.result_size
@@ -210,7 +241,8 @@ def _launch(problem: ConvProblem, config: FewInputs, device: Device, filter_step
         units=tile.pitch // tile.unit, shift=tile.shift, stages=tile.stages, stage_bytes=tile.stage_bytes,
         **by_axis("stride_", problem.stride if forward else (1, 1, 1)), **by_axis("low_", _low(problem)),
         **by_axis("dilation_", problem.dilation), p=p, q=q, table_at=tile.table_at, places_at=tile.places_at, patch_at=tile.patch_at,
-        copy_at=tile.copy_at, wide=wide, transposed_at=tile.transpose_at, **finish(problem),
+        copy_at=tile.copy_at, wide=wide, transposed_at=tile.transpose_at, bordered=int(sides is not None), **(sides or NO_SIDES),
+        **finish(problem),
     )  # fmt: skip
     defines = {"TYPE": ELEMENTS[problem.dtype], "BLOCK_N": config.BLOCK_N, "PLANES": int(planes), "PRODUCTS": products(problem)}
     return KernelLaunch(

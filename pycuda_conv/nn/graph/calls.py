@@ -50,6 +50,9 @@ class Targets:
     #: whether convolutions with gradients take parameters that were cast at the graph's start
     casts_early = True
 
+    #: whether concatenations with gradients begin with the result of an earlier one
+    nests_cats = False
+
     #: whether filters that the graph computes are asked for in the order of the input's axes, since what computes them can write that order
     turns_filters = False
 

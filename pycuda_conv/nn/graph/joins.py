@@ -16,11 +16,10 @@ from pycuda_conv.nn.autograd import traced_layout
 from pycuda_conv.nn.graph.calls import Norm, Options
 from pycuda_conv.nn.graph.memory import is_plain
 from pycuda_conv.nn.graph.rewriting import Chain, Rewrite, lies
-from pycuda_conv.nn.graph.steps import aten, bound, name_of, value
+from pycuda_conv.nn.graph.steps import CATS, bound, name_of, value
 from pycuda_conv.problem import channels_last
 
 HALVES = torch.float16, torch.bfloat16
-_CATS = {torch.cat, torch.concat, torch.concatenate, aten.cat.default}
 
 
 def take(rewrite: Rewrite, node: Node, grad: bool) -> None:
@@ -94,7 +93,7 @@ def _parts(rewrite: Rewrite, cat: Node, reader: Node) -> tuple[Node, Node] | Non
 
 def _concatenated(cat: Node) -> tuple[Node, Node] | None:
     """The two tensors that a step concatenates along their channels."""
-    if cat.op != "call_function" or cat.target not in _CATS or not is_plain(cat):
+    if cat.op != "call_function" or cat.target not in CATS or not is_plain(cat):
         return None
     given = bound(cat, ("tensors", "dim"))
     if given is None or given["dim"] not in (1, 1 - value(cat).dim()) or not isinstance(given["tensors"], (list, tuple)):

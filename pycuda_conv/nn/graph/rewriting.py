@@ -97,6 +97,8 @@ class Rewrite:
         self.of_module = memory(fixed) - self.of_callers
         self.grad_at_start = torch.is_grad_enabled()
         self.trained: set[Node] = set()
+        #: concatenations, what they put together, and along which axis
+        self.cats: list[tuple[Node, list[Node], int]] = []
         #: the names of the steps that a chain's call stands for
         self.steps: dict[Node, tuple[str, ...]] = {}
         self._memory: dict[Node, set[int]] = {}
@@ -166,6 +168,10 @@ class Rewrite:
         if found is None:
             found = self._effects[node] = is_barrier(node), *self._touched(node, written(node))
         return found
+
+    def forget(self, node: Node) -> None:
+        """Ask again for the effects of a step that reads other values now."""
+        self._effects.pop(node, None)
 
     def _touched(self, node: Node, writes: Iterable[Node]) -> tuple[set[int], set[int]]:
         """The memory that a step may write, given the nodes that it writes to; and that which it may read or write."""

@@ -47,6 +47,7 @@ MAX_POOL_DEFAULTS = {"padding": 0, "dilation": 1, "ceil_mode": False}
 _MEAN_POOL = "input", "kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override"
 MEAN_POOLS: dict[Any, tuple[str, ...]] = {F.avg_pool2d: _MEAN_POOL, aten.avg_pool2d.default: _MEAN_POOL}
 MEAN_POOL_DEFAULTS = {"padding": 0, "ceil_mode": False, "count_include_pad": True}
+CATS = {torch.cat, torch.concat, torch.concatenate, aten.cat.default}
 _LINEAR = ("input", "weight", "bias")
 LINEARS: dict[Any, tuple[str, ...]] = {F.linear: _LINEAR, aten.linear.default: _LINEAR}
 SUMS = {operator.add, torch.add, "add", aten.add.Tensor}

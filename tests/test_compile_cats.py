@@ -1,0 +1,99 @@
+"""Concatenations that begin with an earlier one: in light mode those that are trained take its result."""
+
+import copy
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from test_compile import GRAPHS, HOWS, afresh, alike, close, compiled, images, moved, where  # noqa: E402, F401
+from torch import nn  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+
+from pycuda_conv.nn.graph.steps import CATS  # noqa: E402
+
+
+class Dense(nn.Module):
+    """A block of a DenseNet; `way` is done to what its layers have made."""
+
+    def __init__(self, way=lambda features, cat: None, axis=1):
+        super().__init__()
+        self.norms, self.convs = (nn.ModuleList(make(n) for n in range(4, 10, 2)) for make in (nn.BatchNorm2d, lambda n: nn.Conv2d(n, 2, 3, padding=1)))
+        self.last, self.way, self.axis = nn.Conv2d(10, 3, 1), way, axis
+
+    def forward(self, x):
+        features = [torch.tanh(x)]
+        for norm, conv in zip(self.norms, self.convs, strict=True):
+            y = torch.cat(features, self.axis)
+            self.way(features, y)
+            features.append(conv(F.relu(norm(y))))
+        return self.last(torch.cat(features, 1))
+
+
+def widths():
+    """How many arrays each concatenation of the graphs takes."""
+    return [[len(node.args[0]) for node in gm.graph.nodes if node.op == "call_function" and node.target in CATS] for gm in GRAPHS]
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("train, gradients", [(True, True), (True, "input"), (False, False)])
+@pytest.mark.parametrize("axis", [1, -3])
+def test_a_block_of_a_densenet(axis, train, gradients, how, where):  # noqa: F811
+    x = images(where=where)
+    alike(lambda: moved(Dense(axis=axis)), how, train, gradients, x)
+    nested = train and how == "light"
+    assert all(one == ([1, 2, 2, 2] if nested else [1, 2, 3, 4]) for one in widths()), widths()
+
+
+def writes_a_feature(features, cat):
+    features[0].add_(0.1)
+
+
+def swaps(features, cat):
+    features[:] = features[::-1]
+
+
+@pytest.mark.parametrize("way, expected", [(writes_a_feature, [1, 2, 3, 4]), (swaps, [1, 2, 3, 4])])
+def test_what_is_not_the_earlier_one(way, expected):
+    """What is written, or lies in another order, is concatenated anew."""
+    theirs = moved(Dense(way))
+    ours, x = copy.deepcopy(theirs), images()
+    found, wanted = compiled(ours)(x), theirs(x)
+    assert close(found, wanted) and widths() == [expected]
+    found.square().sum().backward(), wanted.square().sum().backward()
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert close(p.grad, q.grad)
+
+
+def test_a_result_that_is_written_is_no_beginning():
+    def call(x, w):
+        a, b = torch.tanh(x), torch.sin(x)
+        first = torch.cat([a, b], 1)
+        first.mul_(2)
+        return torch.cat([a, b, F.conv2d(first, w)], 1)
+
+    x, w = images().requires_grad_(), torch.randn(3, 8, 1, 1, requires_grad=True)
+    assert close(compiled(call)(x, w), call(x, w)) and widths() == [[2, 3]]
+
+
+def test_without_gradients_before_and_with_them_after():
+    def call(x, w):
+        a, b = torch.tanh(x), torch.sin(x)
+        with torch.no_grad():
+            first = torch.cat([a, b], 1)
+        return torch.cat([a, b, F.conv2d(first, w)], 1)
+
+    x, w = images().requires_grad_(), torch.randn(3, 8, 1, 1, requires_grad=True)
+    found, wanted = compiled(call)(x, w), call(x, w)
+    assert close(found, wanted) and widths() == [[2, 3]]
+    (dx,), (expected,) = (torch.autograd.grad(one.square().sum(), x) for one in (found, wanted))
+    assert close(dx, expected)
+
+
+def test_other_dtypes():
+    def call(x, w):
+        a, b = torch.tanh(x), torch.sin(x)
+        first = torch.cat([a, b], 1)
+        return F.conv2d(first, w).sum() + torch.cat([a, b, x.double()], 1).sum()
+
+    x, w = images().requires_grad_(), torch.randn(3, 8, 1, 1)
+    assert close(compiled(call)(x, w), call(x, w)) and widths() == [[2, 3]]
