@@ -485,15 +485,16 @@ def check_product(step, s, memory: Memory) -> None:
     assert (x_map.box.channels, x_map.box.pixels) == (define["LOAD_CHANNELS"], pixels) and len(x_map.sizes) == s.spatial_dims + 2
     assert x_map.dtype == ("bfloat16" if define["BF16"] else "float16")
     assert len(y_map) == define["TENSOR_STORE"]
-    assert define["WGMMA_N"] == (pixels if rows == 128 else pixels // 2) and define["WGMMA_N"] % 8 == 0
+    consumers = 1 if define.get("TWIN") else 2
+    assert define["WGMMA_N"] == (pixels if rows == 128 or consumers == 1 else pixels // 2) and define["WGMMA_N"] % 8 == 0
     assert define["WGMMA_N"] <= (192 if define["PINGPONG"] else 256)
     assert not define["PINGPONG"] or (rows == 128 and define["PRODUCTS"] == 1 and not define["INTERLEAVE_COLUMNS"])
     staging = 2 * 32 * 64 * np.dtype(ELEMENT[define["OUT"]]).itemsize if y_map else 4 * (64 * define["WGMMA_N"] + 1024) if define["INTERLEAVE_COLUMNS"] else 4 * 4 * 32 * 20
     ring = define["STAGES"] * limbs_of(step) * (rows + pixels) * 128
     of_pixel = 12 if define["INTERLEAVE_COLUMNS"] else 4
-    assert ring + 2 * (staging + of_pixel * define["WGMMA_N"]) + 1023 <= step.shared
-    assert step.shared + 16 * (define["STAGES"] + 1) <= MOST_SHARED
-    assert step.block == 384 and step.arch == "sm_90a" and 1 <= step.grid <= s.tiles < 2**31
+    assert ring + consumers * (staging + of_pixel * define["WGMMA_N"]) + 1023 <= step.shared
+    assert step.shared + 16 * (define["STAGES"] + 1) <= (MOST_SHARED if consumers == 2 else MOST_SHARED // 2 - 1024)
+    assert step.block == 128 * (1 + consumers) and step.arch == "sm_90a" and 1 <= step.grid <= s.tiles < 2**31
 
 
 def limbs_of(step) -> int:

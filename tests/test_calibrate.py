@@ -59,6 +59,9 @@ def test_files(tmp_path, monkeypatch):
     assert calibration.text(again) == text and again.factors == made.factors and again.capability == (9, 0)
     back = calibrate.from_json(json.loads(text)["timings"])
     assert back == [(problem, config, round(us, 3)) for problem, config, us in timings]
+    problem = json.loads(text)["timings"][0][0]
+    gone = [[problem, [["NoSuchKernel", [1], 2.0], ["ImplicitGemm", [64, 64, 6, 1, "no such schedule"], 2.0], ["ImplicitGemm", [64], 2.0]]]]
+    assert calibrate.from_json(gone) == []
     for wrong, message in (
         ("[]", "no 'format'"), (text.replace('"version": 1', '"version": 0'), "of version 0"), (text.replace('"multiprocessors": 132', '"multiprocessors": "x"'), "a number"),
         (text.replace('"capability": [9, 0]', '"capability": 9'), "two integers"), (text.replace('"factors": {', '"factors": {"x": 1000,'), "numbers from"),

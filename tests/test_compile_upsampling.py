@@ -184,3 +184,17 @@ def test_on_a_gpu(dtype, mode):
                 y, theirs, right = ours(x), model(x), copy.deepcopy(model).double()(x.double())  # torch rounds float32 to TF32
             assert float((y - right).norm() / right.norm()) < (2e-3 if dtype is torch.float16 else 1e-5)
             assert y.stride() == theirs.stride()
+
+
+def test_an_image_is_turned_before_it_is_upsampled(monkeypatch):
+    """In C order, for a filter with its channels last, of which torch's result lies alike."""
+    torch.manual_seed(0)
+    seen, enlarge = [], upsampling.enlarge
+    monkeypatch.setattr(upsampling, "enlarge", lambda x, times: seen.append(x.is_contiguous(memory_format=torch.channels_last)) or enlarge(x, times))
+    model = Behind(WAYS["scale"], "silu").eval()
+    model.conv.to(memory_format=torch.channels_last)
+    x = torch.randn(2, 4, 5, 6)
+    with torch.no_grad():
+        turns = model.conv(F.interpolate(x, scale_factor=2)).is_contiguous(memory_format=torch.channels_last)
+    check(model, x, upsample_filter="exact")
+    assert seen and (not turns or all(seen))

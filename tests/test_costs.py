@@ -20,7 +20,6 @@ H200 = SimpleNamespace(backend="cuda", capability=(9, 0), multiprocessors=132, m
 PLAIN = {0.0, 0.5, 1.0, 2.0, 1e6}
 OTHERS = {
     "addressing.py": {1.1, 1.4},  # what a row of a load is worth beside what it wastes
-    "corrections.py": {1e-9, 0.1},  # what logarithms are kept from
     "direct/direct.py": {400e6},  # multiplications beyond which matrix products win
     "fft/library_fft.py": {1.35, 1.5, 1.75, 2.5, 0.4},  # lengths that are tried; how right transforms are
     "mma/few_channels_wgrad.py": {1.5},  # words that tiles have in common

@@ -86,6 +86,22 @@ def test_results_on_a_gpu(case, dtype):
     check(case, dtype, "cuda")
 
 
+@pytest.mark.parametrize("case", FORWARD + BACKWARD, ids=str)
+def test_small_tiles(case):
+    """They give the bits of others. GPUs alone choose them, where there are few pixels."""
+    types = [dtype for dtype in DTYPES if dtype != "float64"]
+    dtype = types[(FORWARD + BACKWARD).index(case) % len(types)]
+    problem = last(case, dtype)
+    small = [tile for tile in (Depthwise(chunk, *pixels) for chunk in (8, 16) for pixels in ((1, 1), (2, 2))) if not depthwise_nhwc.refusal(problem.launched, tile)]
+    if not small:
+        pytest.skip("its loops are not unrolled")
+    x, w, b = case.normals(dtype)
+    others = Plan(problem, "opencl", config=Depthwise(64, 2, 4))(x, w, b)
+    assert_close(np.asarray(others, np.float64), ref := case.reference(x, w, b), case.bound(x, w, b, ref))
+    for tile in small:
+        assert np.array_equal(np.asarray(Plan(problem, "opencl", config=tile)(x, w, b), np.float64), np.asarray(others, np.float64)), tile
+
+
 # ---- strips
 
 # rows that fill no strip, columns that fill no tile, channels that fill no vector and no block, several images, uneven padding, multipliers,

@@ -14,7 +14,7 @@ import pytest
 import simt
 
 ROOT = Path(__file__).parents[1]
-#: The files of each page and the most lines of each; the tests, the words that choose them, and how many pass.
+#: The files of each page and the most lines of each; the tests, the words that choose them, and how many pass at least.
 PAGES = {
     "hopper-kernel.md": ({"cu/hopper/boxes.cu": 120, "pycuda_conv/engines/hopper/boxes.py": 120, "tests/cases/boxes.py": 60}, ["test_cases.py"], "boxes or every_engine", 29),
     "engine.md": (
@@ -74,7 +74,8 @@ def test_its_engine_passes_what_is_asked_of_every_engine(page, tmp_path):
     _, tests, words, count = PAGES[page]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", *(f"tests/{name}" for name in tests), "-k", words]
     done = subprocess.run(command, cwd=tmp_path, env=tree(page, tmp_path), capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0 and f"{count} passed" in done.stdout, done.stdout[-3000:] + done.stderr[-1000:]
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert done.returncode == 0 and passed and int(passed[1]) >= count, done.stdout[-3000:] + done.stderr[-1000:]
 
 
 def test_it_runs_on_the_cpu(tmp_path):

@@ -127,6 +127,23 @@ def test_consumers_take_tiles_by_turns(case, mode, config):
     assert_exact(emulated(case, mode, arrays, config), case.reference(*arrays))
 
 
+TWINS = [  # blocks of one consumer
+    (case, mode, ImplicitGemm(64, pixels, 2, schedule="twin"))
+    for case, pixels in (
+        (BASE, 48), (WHOLE, 128), (fprop((2, 16, 7, 6), (9, 16, 3, 2)), 16), (fprop((2, 128, 7, 6), (80, 64, 3, 3), padding=1, groups=2), 32),
+        (fprop((4, 40, 30), (70, 40, 5), padding=2, stride=3), 24), (dgrad((2, 32, 7, 7), (32, 72, 3, 3), padding=1), 64),
+        (fprop((2, 16, 4, 5, 6), (9, 16, 3, 2, 3), padding=1), 56), (fprop((2, 3, 20, 19), (10, 3, 7, 7), stride=2, padding=3), 104),
+    ) for mode in ("fp32", "tf32", "fp16", "bf16")
+    if mode in MODES and not ig.refusal(asked(case, mode), ImplicitGemm(64, pixels, 2, schedule="twin"))
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "mode", "config"), TWINS, ids=[f"{mode}-{config.BLOCK_N}-{case}" for case, mode, config in TWINS])
+def test_blocks_of_one_consumer(case, mode, config):
+    arrays = case.integers(dtype_of(mode))
+    assert_exact(emulated(case, mode, arrays, config), case.reference(*arrays))
+
+
 COMMON = fprop((2, 64, 9, 8), (40, 64, 3, 3), padding=1, bias=False)
 NOTED = [
     (case, mode, replace(TILES[mode], SPLIT=1)) for case in (
@@ -690,6 +707,7 @@ RUNS = [  # (case, mode, config): tiles of every kind, a little smaller and larg
     *((WIDER, mode, config) for mode in ("tf32 last", "bf16", "fp16 last") for config in (
         widest(mode, 128, 2), ImplicitGemm(64, 128, 4, 2), ImplicitGemm(128, 8, 8), ImplicitGemm(128, 112, 4, 30), ImplicitGemm(64, 96, 5))),
     *((POINT, mode, ImplicitGemm(128, 128, 3)) for mode in ("fp32", "fp32 last", "tf32", "fp16", "bf16 last")),
+    *TWINS, *((DENSE, mode, ImplicitGemm(64, 128, 2, schedule="twin")) for mode in ("fp32", "tf32", "fp16", "bf16")),
     *PINGPONG, *((fprop((7, 72, 28, 24), (200, 72, 3, 3), padding=1), mode, ImplicitGemm(128, pixels, 4, schedule="pingpong")) for mode in ("tf32", "tf32 last", "fp16 last") for pixels in (128, 160, 192)),
     *((STEM, mode, ImplicitGemm(64, 256, 5)) for mode in ("fp16", "fp16 last", "bf16 last")),
     *((fprop((5, 72, 13, 14), (136, 72, 1, 1), stride=2), mode, ImplicitGemm(128, 64, 3)) for mode in ("fp32", "tf32 last", "bf16")),

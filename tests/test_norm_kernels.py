@@ -11,7 +11,7 @@ import pytest
 import simt
 
 from pycuda_conv.engines.nn import norm as engine
-from pycuda_conv.engines.nn.norm import PLANES, ROWS, SLICED_ROWS, SMALL, Norm
+from pycuda_conv.engines.nn.norm import PARTED, PLANES, ROWS, SLICED_ROWS, SMALL, Norm
 
 pytestmark = pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
 
@@ -58,6 +58,10 @@ CASES = [
     (Norm("float16", "NHWC", 2, 32, 700, 4, activation="silu"), PLANES), (Norm("bfloat16", "NHWC", 1, 20, 300, 2, wide=(True, False)), PLANES),
     (Norm("float32", "NHWC", 2, 264, 40, 8, activation="gelu"), PLANES), (Norm("float16", "NHWC", 1, 6, 1000, 2, activation="relu"), PLANES),
     (Norm("float32", "NHWC", 1, 5, 90, 1), PLANES), (Norm("float32", "NHWC", 1, 8, 900, 2, rms=True), PLANES),
+    (Norm("float16", "NHWC", 2, 32, 700, 4, activation="silu"), PARTED), (Norm("bfloat16", "NHWC", 1, 136, 300, 8, wide=(True, False)), PARTED),
+    (Norm("float32", "NHWC", 3, 240, 333, 8, activation="gelu"), PARTED), (Norm("float16", "NHWC", 1, 24, 2000, 24, activation="relu"), PARTED),
+    (Norm("float32", "NHWC", 1, 8, 900, 2, rms=True), PARTED), (Norm("float32", "NHWC", 2, 12, 5, 3), PARTED),
+    (Norm("float16", "NHWC", 1, 384, 8000, 32), PARTED),
     (Norm("float16", "NCHW", 2, 32, 70, 4, activation="silu"), ROWS), (Norm("bfloat16", "NCHW", 1, 20, 49, 2, wide=(True, True)), ROWS),
     (Norm("float32", "NCHW", 3, 96, 1, 1, activation="gelu"), ROWS), (Norm("float16", "NHWC", 37, 40, 1, 1, activation="relu"), ROWS),
     (Norm("bfloat16", "NCHW", 5, 1536, 1, 1, rms=True, wide=(True, False)), ROWS), (Norm("float32", "NCHW", 1, 6, 1000, 2), ROWS),
@@ -91,7 +95,7 @@ def test_variances_of_a_large_mean(norm, form, mean):
     assert np.abs(found[..., 1] / stats[..., 1] - 1).max() < 5e-7  # of 1 / sqrt: half of the variance's
 
 
-@pytest.mark.parametrize("norm, form", [case for case in CASES if case[1] in (SMALL, PLANES)], ids=str)
+@pytest.mark.parametrize("norm, form", [case for case in CASES if case[1] in (SMALL, PLANES, PARTED)], ids=str)
 def test_what_is_added_to_the_channels_of_an_image(norm, form):
     x, gamma, beta = operands(norm)
     added = np.random.default_rng(3).standard_normal((norm.N, norm.C)).astype(x.dtype)

@@ -72,6 +72,7 @@ def planned(case: Case, mode: str) -> list[ImplicitGemm]:
 IMPLICITS = [
     *sample(SHAPES[2::12], list(TILES), planned),
     *implicit.PINGPONG[1 :: max(len(implicit.PINGPONG) // 2, 1)],
+    *implicit.TWINS[:: max(len(implicit.TWINS) // 3, 1)],
 ]  # fmt: skip
 
 

@@ -25,7 +25,7 @@ LISTS = {
     "hopper_gemm": {
         "BLOCK_M": {64, 128}, "BLOCK_N": PIXELS, "WGMMA_N": {n // m for n in PIXELS for m in (1, 2)}, "STAGES": {2, 3, 4, 5, 6}, "LOAD_CHANNELS": {16, 32, 64},
         "PRODUCTS": {1, 3}, "BF16": FLAG, "OUT": {16, 17, 32}, "NHWC": FLAG, "TENSOR_STORE": FLAG, "VEC": {1, 4},
-        "DENSE": FLAG, "PINGPONG": FLAG, "W_MN_MAJOR": FLAG, "PHASES": {1, 4}, "INTERLEAVE_COLUMNS": FLAG,
+        "DENSE": FLAG, "PINGPONG": FLAG, "W_MN_MAJOR": FLAG, "PHASES": {1, 4}, "INTERLEAVE_COLUMNS": FLAG, "TWIN": {1},
     },
     "mma_gemm": {
         "BLOCK_M": {64, 128}, "BLOCK_N": {64, 128, 256}, "STAGES": {3, 4}, "PRODUCTS": {1, 3}, "BF16": FLAG, "OUT": {16, 17, 32}, "NHWC": FLAG, "VEC": {1, 4}, "DENSE": FLAG,

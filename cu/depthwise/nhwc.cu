@@ -62,6 +62,8 @@ typedef struct DepthwiseArguments {
 #define TILE_COLUMN(j, s) (((j) - (s)) / STRIDE)
 #define MEETS(i, r) ((i) >= (r) && ((i) - (r)) % STRIDE == 0)
 #endif
+#if TILE_Q == 4
+#define STAGE STAGE_TAPS
 #define AHEAD (STRIDE > 1 ? 0 : 1)  // rows that are loaded before they are needed
 #define LOAD_ROW(i)                                                                                                            \
   {                                                                                                                            \
@@ -71,6 +73,30 @@ typedef struct DepthwiseArguments {
       if (there && (unsigned)(w0 + j) < (unsigned)w_end) rows[i][j] = CHANNELS(x, (line + w0 + j) * c_all + c);                \
       else rows[i][j] = NO_CHANNELS;                                                                                           \
   }
+#else  // few pixels: a thread waits once for all that its registers hold
+#define FITTING_ROWS (72 / (COLUMNS_READ * V * (DTYPE < 32 ? 2 : 4) / 4))
+#define AHEAD (FITTING_ROWS < ROWS_READ ? FITTING_ROWS : ROWS_READ)
+#define LOAD_ROW(i)                                                                                                            \
+  {                                                                                                                            \
+    const int h = h0 + (i), there = mine && (unsigned)h < (unsigned)h_end;                                                     \
+    const index_t line = image + (index_t)h * w_end;                                                                           \
+    LOAD_COLUMNS(rows[i], COLUMNS_READ, x + ((line + w0) * c_all + c), c_all, there && (unsigned)(w0 + j) < (unsigned)w_end)   \
+  }
+#define AT_ONCE (R * S > 9 ? 13 : 5)  // taps
+#define STAGE(taps, pitch, first, n)                                                                                           \
+  for (int from = LID_0; from < R * S * (n); from += AT_ONCE * THREADS) {                                                      \
+    acc_t found[AT_ONCE];                                                                                                      \
+    _Pragma("unroll") for (int j = 0; j < AT_ONCE; ++j) {                                                                      \
+      const int i = from + j * THREADS;                                                                                        \
+      found[j] = 0;                                                                                                            \
+      if (i < R * S * (n) && (first) + i / (R * S) < k_all) found[j] = LOAD(w, (index_t)(first) * (R * S) + i);                \
+    }                                                                                                                          \
+    _Pragma("unroll") for (int j = 0; j < AT_ONCE; ++j) {                                                                      \
+      const int i = from + j * THREADS, channel = i / (R * S), tap = i - channel * (R * S);                                    \
+      if (i < R * S * (n)) (taps)[(arg.flip ? R * S - 1 - tap : tap) * (pitch) + channel] = found[j];                          \
+    }                                                                                                                          \
+  }
+#endif
 #endif
 
 KERNEL LAUNCH_BOUNDS(THREADS, 4) void depthwise_nhwc(const GLOBAL_MEM data_t* RESTRICT x, const GLOBAL_MEM data_t* RESTRICT w,
@@ -113,7 +139,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 4) void depthwise_nhwc(const GLOBAL_MEM data_t* RE
 #pragma unroll
   for (int i = 0; i < AHEAD; ++i) LOAD_ROW(i)
   LOCAL_MEM acc_t taps[R * S * PITCH];
-  STAGE_TAPS(taps, PITCH, first_k * V, V << (int)arg.lanes_c)
+  STAGE(taps, PITCH, first_k * V, V << (int)arg.lanes_c)
   local_barrier();
   if (!mine) return;
 #pragma unroll

@@ -153,22 +153,15 @@ DEVICE void turn(const Shapes& shapes, const Ring& ring, uint32_t raw) {
 
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCK_M == 64 ? 2 : 1)
     hopper_dense(const __grid_constant__ Sources sources, const data_t* __restrict__ bias, const data_t* __restrict__ scale, const data_t* residual,
-                 data_t* __restrict__ y,
-#if EMIT_MOMENTS
-                 float* __restrict__ moments,
-#endif
-                 const __grid_constant__ Shapes shapes) {
+                 data_t* __restrict__ y, IF_MOMENTS(float* __restrict__ moments,) const __grid_constant__ Shapes shapes) {
   extern __shared__ uint8_t dynamic[];
   __shared__ alignas(8) uint64_t barriers[(TURNED ? 3 : 2) * STAGES];
   const uint32_t raw = shared_address(barriers) + 16 * STAGES;
   const Ring ring(dynamic, barriers);
   float* const sums = (float*)(dynamic + (ring.stages - shared_address(dynamic)));
   float* const staging = sums + STAGES * STAGE_BYTES / 4;
-#if EMIT_MOMENTS
-  float* const wanted_moments = OF_LAYER(WITH_MOMENTS, shapes.of[0].with_moments) ? moments : nullptr;
-#else
-  float* const wanted_moments = nullptr;
-#endif
+  float* wanted_moments = nullptr;
+  IF_MOMENTS(if (OF_LAYER(WITH_MOMENTS, shapes.of[0].with_moments)) wanted_moments = moments;)
   for (int i = 0; TURNED && threadIdx.x == 0 && i < STAGES; ++i) barrier_init(raw + 8 * i, 1);
   begin_block(ring, TURNED ? 1 + MN_BLOCKS : 1, CONSUMERS, [&] {
     const bool whole = span_of(LAST) == 128 || (int)shapes.of[0].channel_blocks > 1;

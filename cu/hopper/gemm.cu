@@ -5,8 +5,8 @@
 //
 // pack.cu packed both operands: channels last, 16 bits, in LIMBS. PRODUCTS = 3 multiplies hi.hi, hi.lo and lo.hi for fp32 accuracy. The tensor
 // core's own sum truncates, so the kernel adds it to fp32 registers every 64 of k (promotion). The two cross products are 2^-11 of the result and
-// stay in the tensor core. PRODUCTS = 2 is for images of bytes, whose second limb is 0: it multiplies hi.hi and lo.hi. PRODUCTS = 1 multiplies the first limb alone, or arrays that have 16 bits to begin with. Method: Ootomo and Yokota,
-// 2022 (doi 10.1177/10943420221090256).
+// stay in the tensor core. PRODUCTS = 2 is for images of bytes, whose second limb is 0: it multiplies hi.hi and lo.hi. PRODUCTS = 1 multiplies the
+// first limb alone, or arrays that have 16 bits to begin with. Method: Ootomo and Yokota, 2022 (doi 10.1177/10943420221090256).
 //
 // Mapping  block: persistent, one a multiprocessor; takes tiles blockIdx.x, + gridDim.x, ... of BLOCK_M channels x BLOCK_N pixels.
 //          Tile order, fastest first: channels, split, pixels, group. So blocks that share pixels run together.
@@ -14,6 +14,7 @@
 //          64 channels x BLOCK_N each (BLOCK_M = 128), or 64 channels x BLOCK_N / 2 (BLOCK_M = 64).
 //          PINGPONG: the consumers take whole tiles in turn, so that one multiplies while the other stores (BLOCK_M = 128, one product).
 //          turn[consumer] completes when the other consumer has taken all stages of its tile. Until then the parity of later stages is ambiguous.
+//          TWIN: a block has one consumer, of 64 channels x BLOCK_N, and a multiprocessor two blocks, one of which stores while the other multiplies.
 // Shared   a ring of STAGES stages (ring.cuh). A stage holds 64 of k as sub-tiles of LOAD_CHANNELS channels, whose rows of 2 * LOAD_CHANNELS bytes are
 //          swizzled as wgmma wants them: of w [64 rows each][sub][limb][64], of x [limb][sub][BLOCK_N]. Behind the ring lie the consumers' staging
 //          tiles, which turn sums into rows of y, and the scales of their pixels; with INTERLEAVE_COLUMNS the pixels' offsets in y too. A warp's
@@ -68,6 +69,9 @@
 #define W_MN_MAJOR 0  // w is read as it lies, with the channels of y last
 #define PHASES 1     // phases that a launch can be told of: 1 or 4
 #define INTERLEAVE_COLUMNS 0  // phases of even and odd columns are written together
+#endif
+#ifndef TWIN
+#define TWIN 0  // one consumer, and two blocks a multiprocessor
 #endif
 #define WITH_MAP_W (PRODUCTS == 1 && NHWC)  // 16-bit filters may be read as they lie
 #define RECOMPUTES (OUT == 32 && !BF16)  // blocks compute their flagged results once more at their end: where SCALED
@@ -188,7 +192,7 @@ DEVICE void prefetch_residual(const Shapes& shapes, int tile, int consumer, cons
 #define IF_MAP_W(...)
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, TWIN ? 2 : 1)
     hopper_gemm(const __grid_constant__ Maps maps_x, IF_MAP_W(const __grid_constant__ CUtensorMap map_w,) IF_MAP_Y(const __grid_constant__ CUtensorMap map_y,)
                 const uint8_t* __restrict__ w, const float* __restrict__ scale_n, const float* __restrict__ scale_k,
                 const out_t* __restrict__ bias, const out_t* __restrict__ scale, const out_t* residual, out_t* __restrict__ y,
@@ -219,7 +223,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   AFTER_LAST_LAUNCH
   const int warpgroup = threadIdx.x / 128;
   if (warpgroup == 0) {
-    registers_down<PINGPONG ? 24 : 40>();
+    registers_down<PINGPONG || TWIN ? 24 : 40>();
     const CUtensorMap* filters = nullptr;
     IF_MAP_W(filters = &map_w;)
     if (threadIdx.x == 0) produce(w, filters, maps_x, shapes, rings);

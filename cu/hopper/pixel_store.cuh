@@ -72,6 +72,7 @@ DEVICE void store_run(const float* staging, const Phase& shape, int pixel, const
 }
 
 #if EMIT_MOMENTS
+#define IF_MOMENTS(...) __VA_ARGS__  // code that stands only in texts that can emit moments
 // Notes the moments of a chunk: a lane has channel `channel` of its warp's 16 pixels, and one of the consumer's warps combines those of all four.
 // `staged_moments` is [warp][mean, squares][channel], and another one for each second chunk, so that one barrier a chunk is enough.
 DEVICE void emit_moments(const float* staging, const Phase& shape, const Tile& of, int chunk, int channel, float* staged_moments, const Result& result) {
@@ -103,6 +104,8 @@ DEVICE void emit_moments(const float* staging, const Phase& shape, const Tile& o
   to[0] = mean;
   to[shape.rows] = squares;
 }
+#else
+#define IF_MOMENTS(...)
 #endif
 
 // Exchanges words of two lanes whose numbers differ in the bit `beside`: the lower lane then has both lanes' a, the upper one both lanes' b.
@@ -296,9 +299,7 @@ DEVICE void store_sums(const float (&sum)[BLOCK_N / 2], const Phase& shape, cons
         for (int i = 0; i < BATCH; ++i) four.store(shape, place[i], {v[i].x, v[i].y, v[i].z, v[i].w}, to);
       }
     }
-#if EMIT_MOMENTS
-    if (to.moments) emit_moments(staging, shape, of, base / CHUNK, of.channel + base + lane, staged_moments + base / CHUNK % 2 * 8 * CHUNK, to);
-#endif
+    IF_MOMENTS(if (to.moments) emit_moments(staging, shape, of, base / CHUNK, of.channel + base + lane, staged_moments + base / CHUNK % 2 * 8 * CHUNK, to);)
   });
 }
 

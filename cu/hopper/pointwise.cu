@@ -141,13 +141,10 @@ DEVICE void load_a(float (&a)[BLOCKS][4], const uint8_t* of_warp, int k) {
 
 // `stages`: the beginning of the ring.
 DEVICE void multiply(Sums& total, const Tile& of, uint8_t* stages, const Ring& ring, Position& at) {
+  [[maybe_unused]] Sums high, cross;
+  Sums& main = LIMBS == 2 ? high : total;
   clear(total);
-#if LIMBS == 2
-  Sums main, cross;
-  clear(cross);
-#else
-  Sums& main = total;
-#endif
+  if (LIMBS == 2) clear(cross);
   for (int step = of.first; step < of.last; ++step) {
     ring.wait_full(at);
     uint8_t* const stage = stages + at.stage * STAGE_BYTES;
@@ -181,10 +178,10 @@ DEVICE void multiply(Sums& total, const Tile& of, uint8_t* stages, const Ring& r
         for (int block = 0; block < BLOCKS; ++block) {
           const uint64_t b_high = b + (first + 8 * i) * 4 / 16;
           wgmma_tf32(main[block], a[i][block], b_high, LIMBS == 1 || first + i > 0);
-#if LIMBS == 2
-          wgmma_tf32(cross[block], low[i][block], b_high, true);
-          wgmma_tf32(cross[block], a[i][block], b_high + B_BYTES / 16, true);
-#endif
+          if constexpr (LIMBS == 2) {
+            wgmma_tf32(cross[block], low[i][block], b_high, true);
+            wgmma_tf32(cross[block], a[i][block], b_high + B_BYTES / 16, true);
+          }
         }
       wgmma_commit();
       wgmma_wait<0>();
@@ -192,16 +189,14 @@ DEVICE void multiply(Sums& total, const Tile& of, uint8_t* stages, const Ring& r
     wgmma_arrived(main);
     ring.give_back(at);
     at.next();
-#if LIMBS == 2
-    each(total, main, [](float& sum, float more) { sum += more; });
-#endif
+    if (LIMBS == 2) each(total, main, [](float& sum, float more) { sum += more; });
   }
-#if LIMBS == 2
-  wgmma_arrived(cross);
-  add_cross(total, cross);
-#else
-  end_sums<true>(total, true, lost_in(4 * (of.last - of.first)));
-#endif
+  if constexpr (LIMBS == 2) {
+    wgmma_arrived(cross);
+    add_cross(total, cross);
+  } else {
+    end_sums<true>(total, true, lost_in(4 * (of.last - of.first)));
+  }
 }
 
 #include "hopper/pointwise_store.cuh"

@@ -6,7 +6,6 @@
 constexpr int WARP_BLOCKS = WGMMA_N / 64;
 typedef float Sums[WARP_BLOCKS][2][4][4];
 
-#if LIMBS == 2
 DEVICE Tf32Pair pair_of(uint32_t word) { return tf32_pair<LARGER>(__uint_as_float(word), below_infinity(rounded_tf32(word))); }
 
 // Multiplies a step of a block of 32 x 32.
@@ -27,7 +26,6 @@ DEVICE void multiply_limbs(float (&main)[2][4][4], float (&cross)[2][4][4], cons
 #pragma unroll
   for (int i = 0; i < 8; ++i) multiply<float>(cross[i / 4][i % 4], a_high[i / 4], b_low[i % 4][0], b_low[i % 4][1]);
 }
-#endif
 
 // Multiplies all stages.
 DEVICE void multiply_stages(Sums& sums, const StageRange& range, const Ring& ring) {
@@ -37,11 +35,9 @@ DEVICE void multiply_stages(Sums& sums, const StageRange& range, const Ring& rin
   uint32_t place[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) place[i] = (2 * (lane % 4) + i) * 128 + (lane / 4 ^ (2 * (lane % 4) + i)) * 16;
+  [[maybe_unused]] Sums main, cross;
   clear(sums);
-#if LIMBS == 2
-  Sums main, cross;
-  clear(cross);
-#endif
+  if (LIMBS == 2) clear(cross);
   Ring::Position at;
   for (int step = range.first; step < range.last; ++step) {
     const uint32_t stage = ring.stage(at);
@@ -56,9 +52,7 @@ DEVICE void multiply_stages(Sums& sums, const StageRange& range, const Ring& rin
       }
     };
     load(0);
-#if LIMBS == 2
-    clear(main);
-#endif
+    if (LIMBS == 2) clear(main);
 #pragma unroll
     for (int number = 0; number < STEPS * WARP_BLOCKS; ++number) {
       if (number + 1 < STEPS * WARP_BLOCKS) load(number + 1);
@@ -66,25 +60,20 @@ DEVICE void multiply_stages(Sums& sums, const StageRange& range, const Ring& rin
       const uint32_t b[4][2] = {{right[0].x, right[1].x}, {right[0].y, right[1].y}, {right[0].z, right[1].z}, {right[0].w, right[1].w}};
       const uint4(&left)[2] = dy[number / WARP_BLOCKS % 2];
       const uint32_t a[2][4] = {{left[0].x, left[0].y, left[1].x, left[1].y}, {left[0].z, left[0].w, left[1].z, left[1].w}};
-#if LIMBS == 2
-      multiply_limbs(main[number % WARP_BLOCKS], cross[number % WARP_BLOCKS], a, b);
-#else
+      if constexpr (LIMBS == 2) {
+        multiply_limbs(main[number % WARP_BLOCKS], cross[number % WARP_BLOCKS], a, b);
+      } else {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) multiply<float>(sums[number % WARP_BLOCKS][i / 4][i % 4], a[i / 4], b[i % 4][0], b[i % 4][1]);
-#endif
+        for (int i = 0; i < 8; ++i) multiply<float>(sums[number % WARP_BLOCKS][i / 4][i % 4], a[i / 4], b[i % 4][0], b[i % 4][1]);
+      }
     }
-#if LIMBS == 2
-    each(sums, main, [](float& sum, float more) { sum += more; });
-#endif
+    if (LIMBS == 2) each(sums, main, [](float& sum, float more) { sum += more; });
     __syncwarp();
     ring.give_back(at);
     at.next();
   }
-#if LIMBS == 2
-  add_cross(sums, cross);
-#else
-  end_sums<true>(sums, true, lost_in(STEPS * range.count()));
-#endif
+  if (LIMBS == 2) add_cross(sums, cross);
+  else end_sums<true>(sums, true, lost_in(STEPS * range.count()));
 }
 
 DEVICE void leave(const Sums& sums, float* to) {

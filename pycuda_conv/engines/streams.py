@@ -22,7 +22,7 @@ from pycuda_conv.runtime.base import Device
 ANYWHERE = ("Gemm", "Batched", "Tile", "Single", "Dgrad", "Depthwise", "DepthwiseStrips", "Dmma")
 NOT_OF_LIMBS = ("DenseNhwc", "GatherNhwc", "Planes", "GatheredPlanes", "ImplicitGemm", "ImplicitGemm80", "GroupedNhwc")
 #: Those that give their work to another.
-AROUND = ("ViaNhwc",)
+AROUND = "ViaNhwc", "Filled"
 #: Lengths of pieces along the stream for which the order has to be possible; it should be fast for the first.
 LENGTHS = {1: (4096, 1, 300), 3: (4, 1, 17)}
 

@@ -284,17 +284,14 @@ def markdown(machine: dict[str, Any], rows: Sequence[Row]) -> str:
     return "\n\n".join([*parts, *(f"- {line}" for line in mean_lines(rows))])
 
 
-FRONT_COLUMNS = ("network", "images", "mode", "torch.compile ms", "light ms", "ratio", "inductor ms", "ratio", "error", "torch's")
-
-
 def excerpt(machine: dict[str, Any], rows: Sequence[Row]) -> str:
-    """The section of the front page: evaluated networks over torch.compile, as CUDA graphs."""
-    lines = []
+    """The paragraph of the front page: evaluated networks over torch.compile, as CUDA graphs."""
+    found = []
     for row in rows:
         if isinstance(row, Evaluated) and row.verdict == "ok" and COMPILED in row.graph_ms:
-            theirs, light, inductor = (_figure(row.graph_ms.get(name, math.nan), ".2f") for name in (COMPILED, LIGHT, INDUCTOR))
-            ratios = (_figure(ratio, ".2f") for ratio in (row.light_ratio, row.inductor_ratio))
-            errors = (_figure(row.errors.get(name, math.nan), ".1e") for name in (LIGHT, EAGER))
-            case = row.case
-            lines.append((case.network, str(case.images), case.mode, theirs, light, next(ratios), inductor, next(ratios), *errors))
-    return f"{markdown_table(FRONT_COLUMNS, 1, lines)}\n\n{measured_by(machine)}"
+            ratios = " / ".join(_figure(ratio, ".2f") for ratio in (row.light_ratio, row.inductor_ratio))
+            found.append(f"{row.case.network} ({row.case.images} images, {row.case.mode}) {ratios}")
+    return f"{FRONT_WORDS} {', '.join(found)}. {measured_by(machine)}"
+
+
+FRONT_WORDS = "Networks as CUDA graphs, `torch.compile`'s time over ours in its two modes, light / inductor:"

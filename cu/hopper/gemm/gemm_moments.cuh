@@ -22,17 +22,14 @@ DEVICE void store_moments(const float (&sum)[WGMMA_N / 2], const Rows& rows, con
     };
     const float first = __shfl_sync(~0u, alike ? sum[2 * half] : value(0, 0), lane & ~3);
     Deviations of;
-    if (alike) {
+    auto add_all = [&](const auto& deviation) {
 #pragma unroll
       for (int i = 0; i < WGMMA_N / 8; ++i)
 #pragma unroll
-        for (int e = 0; e < 2; ++e) of.add(sum[4 * i + 2 * half + e] - first);
-    } else {
-#pragma unroll
-      for (int i = 0; i < WGMMA_N / 8; ++i)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) of.add(8 * i + 2 * (lane % 4) + e < count ? value(i, e) - first : 0);
-    }
+        for (int e = 0; e < 2; ++e) of.add(deviation(i, e));
+    };
+    if (alike) add_all([&](int i, int e) { return sum[4 * i + 2 * half + e] - first; });
+    else add_all([&](int i, int e) { return 8 * i + 2 * (lane % 4) + e < count ? value(i, e) - first : 0; });
     of.add_lanes<1, 4>();
     const int m = rows.m + (int)threadIdx.x % 128 / 32 * 16 + lane / 4 + 8 * half;
     if (lane % 4 == 0 && m < (int)shape.rows_group) {

@@ -15,9 +15,9 @@ constexpr bool SCALED = OUT == 32 && !BF16;  // operands may have scales: limbs 
 constexpr int LIMBS = PRODUCTS > 1 ? 2 : 1, X_LIMBS = PRODUCTS == 3 ? 2 : 1;  // of w, and of x that are multiplied
 constexpr int SUB_TILES = 64 / LOAD_CHANNELS, SPAN = 2 * LOAD_CHANNELS;
 constexpr int A_BLOCK = 64 * SPAN, A_SUB = LIMBS * A_BLOCK, A_BYTES = LIMBS * BLOCK_M * 128;  // 64 rows of one limb; of all limbs; w of a stage
-constexpr int CONSUMERS = 2;  // warpgroups
+constexpr int CONSUMERS = TWIN ? 1 : 2;  // warpgroups
 [[maybe_unused]] constexpr int STORED = 3;  // the named barrier behind which the consumers have stored all
-static_assert(WGMMA_N == (BLOCK_M == 128 ? BLOCK_N : BLOCK_N / 2) && WGMMA_N % 8 == 0, "a consumer takes 64 channels");
+static_assert(WGMMA_N == (BLOCK_M == 128 || TWIN ? BLOCK_N : BLOCK_N / 2) && WGMMA_N % 8 == 0 && !(TWIN && BLOCK_M == 128), "a consumer takes 64 channels");
 
 typedef element<OUT> out_t;
 

@@ -41,11 +41,13 @@ __all__ = ["adds_border", "schedule", "schedule_with_border", "time"]  # with wh
 
 CONFIGS = (Depthwise, DepthwiseStrips, DepthwiseWgrad, DepthwiseRing)
 LAYOUTS = "NHWC", "CHWN"
-MOST_VARIANTS = {"cuda": 214, "opencl": 90}
+MOST_VARIANTS = {"cuda": 244, "opencl": 90}
 CHUNKS = (64, 32, 16, 8, 4)
-#: Pixels of a thread, down and across: larger tiles would not fill the GPU.
-TILES = ((2, 4), (1, 4))
+#: Pixels of a thread, down and across: larger tiles would not fill the GPU. The small ones, of unrolled filters, are for few pixels; the
+#: even one is for gradients with a stride.
+TILES = ((2, 4), (1, 4), (2, 2), (1, 1))
 OPENCL_TILES = TILES[:1]  # OpenCL needs one tile, and no strips
+SECTOR = 32  # bytes that memory reads at once
 FULL = 2 * THREADS * 132  # threads: two blocks a multiprocessor of Hopper
 
 
@@ -72,6 +74,8 @@ def refusal(problem: ConvProblem, config: Config) -> str | None:
             return f"CHUNK must be one of {CHUNKS} and no less than {vector_of(problem, Depthwise)}"
         if (config.TILE_P, config.TILE_Q) not in TILES:
             return f"(TILE_P, TILE_Q) must be one of {TILES}"
+        if config.TILE_Q < 4 and (problem.itemsize > 4 or not unrolled_by(problem, Depthwise)):
+            return "small tiles are of unrolled filters, and not of float64"
         if problem.direction == "dgrad" and unrolled_by(problem, Depthwise) and config.TILE_P % problem.stride[1]:
             return "TILE_P must be a multiple of the stride"
     else:
@@ -125,7 +129,8 @@ def variants(device: Device) -> Iterator[VariantSet]:
     on_gpu = device.backend == "cuda"
     for code in DTYPE_CODES.values():
         common = {"DTYPE": (code,), "INDEX_64": FLAG, "V": vector_choices(code, 0, Depthwise)}
-        tile = {"TILE_P": tuple(p for p, _ in (TILES if on_gpu else OPENCL_TILES)), "TILE_Q": (4,), "DGRAD": FLAG}
+        rows, columns = (tuple(dict.fromkeys(sizes)) for sizes in zip(*(TILES if on_gpu else OPENCL_TILES), strict=True))
+        tile = {"TILE_P": rows, "TILE_Q": columns, "DGRAD": FLAG}
         made = partial(_is_listed, on_gpu=on_gpu)
         yield VariantSet("depthwise_nhwc", common | tile, made)
         square = {"STRIDE": (1, 2)}
@@ -150,6 +155,8 @@ def _is_listed(d: Mapping[str, int], on_gpu: bool) -> bool:
     if size and dgrad and (stride == 1 or d["TILE_P"] % stride):
         return False
     if size and d["V"] == 1 and (dgrad or d["DTYPE"] != 64):
+        return False
+    if d["TILE_Q"] < 4 and d["DTYPE"] == 64:
         return False
     return (d["TILE_P"], d["TILE_Q"]) in (_fitting(size, dgrad) if on_gpu else OPENCL_TILES)
 
@@ -188,7 +195,9 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[Config]:
 
 def _fitting(size: int, dgrad: bool) -> tuple[tuple[int, int], ...]:
     """The tiles worth trying for an unrolled filter or, with `size` 0, another; `dgrad`: for dgrad that no rotated filter gives."""
-    return TILES if size and dgrad else TILES[1:]  # strips are better if there are enough rows
+    if not size:
+        return TILES[1:2]
+    return (TILES[0], TILES[2]) if dgrad else (TILES[1], TILES[3])  # strips are better if there are enough rows
 
 
 def _tiles(problem: ConvProblem, device: Device) -> Iterator[Config]:
@@ -200,7 +209,8 @@ def _tiles(problem: ConvProblem, device: Device) -> Iterator[Config]:
     lanes = problem.N * ceil(problem.K, vector_of(problem, Depthwise))
     full = [(down, right) for down, right in fitting if ceil(p, down) * ceil(q, right) * lanes >= _threads(device)]
     best = next((tile for tile in full if tile[0] <= p), fitting[-1])
-    yield from (Depthwise(chunk, *tile) for tile in dict.fromkeys((best, *fitting)))
+    narrow = max(min(chunk, SECTOR // problem.itemsize), vector_of(problem, Depthwise))  # blocks of few channels wait for fewer taps
+    yield from (Depthwise(chunk if tile[1] == 4 else narrow, *tile) for tile in dict.fromkeys((best, *fitting)))
 
 
 def _rows(p: int, lanes: int) -> list[int]:

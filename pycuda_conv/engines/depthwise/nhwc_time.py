@@ -146,6 +146,7 @@ def _work(problem: ConvProblem, config: Config) -> _Work:
     if problem.dtype == "float64":
         return _Work(blocks, steps, COST.START + loading + rows * (products + beside))
     if isinstance(config, Depthwise):
-        return _Work(blocks, steps, COST.OF_TILES * (loading + rows * (products + beside)))
+        waits = ceil(steps, 3) if config.TILE_Q < 4 else steps  # a small tile's rows are under way together
+        return _Work(blocks, waits, COST.OF_TILES * (loading + rows * (products + beside)))
     met = rows if size == 5 and vector == 4 else steps / stride  # rows of sums that are met; some of the others lie outside the strip
     return _Work(blocks, steps, COST.OF_STRIPS + COST.OF_OTHERS * (loading + rows * beside) + met * products)

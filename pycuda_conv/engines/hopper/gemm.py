@@ -128,6 +128,8 @@ def _moments(problem: ConvProblem, config: ImplicitGemm) -> Moments | None:
     """The moments that a product can note: forward, whole sums of common layers, if registers suffice."""
     if problem.direction != "fprop" or problem.layout == "CNHW" or config.SPLIT > 1 or problem.has_residual or problem.activation:
         return None
+    if config.is_twin:  # a flag for each block says what it computed again, and there is room for one of each multiprocessor
+        return None
     if not is_common(defines_of(problem)) or (problem.layout == "NHWC" and not whole_rows(problem, 1)):
         return None
     pixels, plane = consumer_pixels(config), math.prod(problem.result_size)
@@ -197,7 +199,7 @@ def _product(
         "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "STAGES": config.STAGES, "LOAD_CHANNELS": packed.load,
         "WGMMA_N": consumer_pixels(config), "TENSOR_STORE": int(tensor_store(problem, config)),
         "W_MN_MAJOR": int(map_w is not None and problem.direction == "dgrad"), "PINGPONG": int(config.is_pingpong),
-        "PHASES": 1, "INTERLEAVE_COLUMNS": int(paired(problem)),
+        "PHASES": 1, "INTERLEAVE_COLUMNS": int(paired(problem)), **({"TWIN": 1} if config.is_twin else {}),
     }
     if not defines["DENSE"]:
         defines["PHASES"] = PHASES
@@ -226,8 +228,10 @@ def _product(
         kept = finish(problem) if tickets else dict.fromkeys(finish(problem), 0)
         structs += (JoinArguments(joins=int(tickets is not None), **kept),)
     buffers += (operands.x_tiles,) if defines["PHASES"] > 1 else (operands.x_tiles, operands.w_tiles)
+    threads = 256 if config.is_twin else THREADS
     return KernelLaunch(
-        KERNEL, defines, grid_of(problem, addressings, phases[0].tiles, multiprocessors), THREADS, buffers, (), maps=tuple(maps),
+        KERNEL, defines, grid_of(problem, addressings, phases[0].tiles, config.blocks * multiprocessors), threads, buffers, (),
+        maps=tuple(maps),
         shared=shared_bytes(problem, config), arch="sm_90a", arguments=structs,
         # the epilogue runs on whole sums, not on a part
         layer={} if tickets else finish_constants(phases[0]) | {"WITH_MOMENTS": int(with_moments)},

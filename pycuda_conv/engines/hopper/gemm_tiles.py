@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, get_args
 from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing, packed_layout, why_not
 from pycuda_conv.engines.base import Config, GoneError
 from pycuda_conv.engines.geometry import Phase, ceil, repeats
-from pycuda_conv.engines.hopper.common import SHARED_BYTES
+from pycuda_conv.engines.hopper.common import most_shared
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, why_not_so_many
 from pycuda_conv.engines.packed_product import arithmetic, first_ones
 from pycuda_conv.engines.tensor_cores import FLOAT, gemm_products, limbs, products
@@ -38,8 +38,11 @@ PIXELS: dict[tuple[bool, bool], tuple[dict[int, tuple[int, ...]], ...]] = {
 BFLOAT_PARTS: tuple[dict[int, tuple[int, ...]], ...] = ({128: (64, 128), 64: (64, 144)}, {128: (128,), 64: (64,)}, {64: (64,)}, {64: (64,)})
 #: The same for ping-pong consumers: BLOCK_N by `rarity`.
 PINGPONG_PIXELS: tuple[tuple[int, ...], ...] = ((128, 160), (128,), (128,), ())
+#: The same for twins, of 64 rows and dense results.
+TWIN_PIXELS: tuple[tuple[int, ...], ...] = ((128,), (128,), (128,), ())
 #: "cooperative": the two consumers share each tile. "pingpong": they alternate tiles, so that one multiplies while the other stores.
-Pipeline = Literal["cooperative", "pingpong"]
+#: "twin": a block has one consumer, and a multiprocessor two blocks, one of which stores while the other multiplies.
+Pipeline = Literal["cooperative", "pingpong", "twin"]
 PIPELINES = get_args(Pipeline)
 
 
@@ -66,6 +69,16 @@ class ImplicitGemm(Config):
     def is_pingpong(self) -> bool:
         """Whether the consumers alternate whole tiles."""
         return self.schedule == "pingpong"
+
+    @property
+    def is_twin(self) -> bool:
+        """Whether two blocks, of one consumer each, share a multiprocessor."""
+        return self.schedule == "twin"
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a multiprocessor."""
+        return 2 if self.is_twin else 1
 
     @property
     def packs_images(self) -> bool:
@@ -110,11 +123,17 @@ def refusal(problem: ConvProblem, config: ImplicitGemm) -> str | None:
     most = 256 if products(problem) == 1 else 128 if problem.has_residual and config.SPLIT == 1 else 136
     if config.BLOCK_N % (8 if config.BLOCK_M == 128 else 16) or not 8 <= consumer_pixels(config) <= most:
         return f"a consumer takes a multiple of 8 pixels up to {most}"
-    if config.is_pingpong:
-        reason = _no_pingpong(problem, config)
-        if reason:
-            return reason
-    return why_not_so_many(config.STAGES, shared_bytes(problem, config), SHARED_BYTES, config.SPLIT)
+    reason = _no_pingpong(problem, config) if config.is_pingpong else _no_twin(problem, config) if config.is_twin else None
+    if reason:
+        return reason
+    return why_not_so_many(config.STAGES, shared_bytes(problem, config), most_shared(config.blocks), config.SPLIT)
+
+
+def _no_twin(problem: ConvProblem, config: ImplicitGemm) -> str | None:
+    """Why blocks can't have one consumer, or None if they can."""
+    if config.BLOCK_M != 64 or config.SPLIT > 1 or problem.layout != "NCHW" or not defines_of(problem)["DENSE"]:
+        return "a single consumer takes 64 rows, of whole sums in planes that are contiguous"
+    return None
 
 
 def _no_pingpong(problem: ConvProblem, config: ImplicitGemm) -> str | None:
@@ -146,7 +165,7 @@ def ring_of(config: ImplicitGemm, limbs_each: int, stored: int, pairs: bool) -> 
     else:
         staging = 2 * 32 * 64 * stored if stored else 4 * 4 * 32 * 20
     stage = limbs_each * (config.BLOCK_M + config.BLOCK_N) * 128
-    return Ring(stage, 2 * (staging + (4 + 8 if pairs else 4) * consumer) + ALIGNMENT, SHARED_BYTES)
+    return Ring(stage, (2 // config.blocks) * (staging + (4 + 8 if pairs else 4) * consumer) + ALIGNMENT, most_shared(config.blocks))
 
 
 def tensor_store(problem: ConvProblem, config: ImplicitGemm) -> bool:
@@ -184,7 +203,7 @@ def stored_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
 
 
 def consumer_pixels(config: ImplicitGemm) -> int:
-    return config.BLOCK_N if config.BLOCK_M == 128 else config.BLOCK_N // 2
+    return config.BLOCK_N if config.BLOCK_M == 128 or config.is_twin else config.BLOCK_N // 2
 
 
 def joins(problem: ConvProblem, config: ImplicitGemm) -> bool:
@@ -293,12 +312,15 @@ def defines_of(problem: ConvProblem) -> dict[str, int]:
 def ordinary_tiles(seldom: int, three: bool, dense: bool) -> Iterator[ImplicitGemm]:
     """The tiles worth choosing from (:data:`PIXELS`), without stages and splits.
 
-    Ping-pong tiles are among them if there is one product (not `three`) and the result's pixels are contiguous (`dense`).
+    Ping-pong tiles are among them if there is one product (not `three`) and the result's pixels are contiguous (`dense`), twins in the
+    latter case.
     """
     for rows, widths in PIXELS[three, dense][seldom].items():
         yield from (ImplicitGemm(rows, pixels) for pixels in widths)
     if dense and not three:
         yield from (ImplicitGemm(128, pixels, schedule="pingpong") for pixels in PINGPONG_PIXELS[seldom])
+    if dense:
+        yield from (ImplicitGemm(64, pixels, schedule="twin") for pixels in TWIN_PIXELS[seldom])
 
 
 def depths_of(tile: ImplicitGemm) -> tuple[int, ...]:

@@ -189,6 +189,8 @@ def _product_time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: i
         product = ceil(steps, config.SPLIT) * step
         if config.is_pingpong:  # stores slow the other consumer's products down, but only the last ones are waited for
             return max(COST.PINGPONG_PRODUCT * product + COST.PINGPONG_STORE * stores, COST.PINGPONG_ALONE * between)
+        if config.is_twin:  # a round of both blocks
+            return max(2 * (COST.TWIN_PRODUCT * product + COST.TWIN_STORE * stores), product + between)
         return product + between
 
     # bytes of a stage that are loaded for the same pixels only; wgrad's pixels are taps, which share most of theirs
@@ -200,13 +202,14 @@ def _product_time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: i
     for group, stages in _stages_of_launches(problem):
         works = [sum(map(tile_time, stages[i : i + at_once])) for i in range(0, len(group), at_once)]
         tiles = math.prod(tiles_of(problem, config, group)) * problem.groups * config.SPLIT
-        grid, all_phases = grid_of(problem, group, tiles, multiprocessors), phases_with_repeats(problem, group)
+        grid = grid_of(problem, group, tiles, config.blocks * multiprocessors)
+        all_phases = phases_with_repeats(problem, group)
         rounds = ceil(tiles * all_phases // at_once, grid)
         if joins(problem, config):
             joined += parts_bytes(config) * ceil(tiles * all_phases, config.SPLIT * grid)
         # a block takes tiles of all phases in turn, equally many of each
         own = max(max(works), rounds * sum(works) / len(works)) + (between if config.is_pingpong else 0)
-        longest, shared = max(longest, own), shared + own * grid / multiprocessors
+        longest, shared = max(longest, own), shared + own * grid / multiprocessors / config.blocks
         _, across = tiles_of(problem, config, group)
         from_cache += across * problem.groups * sum(stages) / len(addressings) * of_pixels
     return max(longest, shared, between + from_cache / COST.CACHE_RATE), joined

@@ -23,7 +23,7 @@ from pycuda_conv.engines.tensor_cores import FLOAT
 from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.runtime.base import Device
 
-MOST_VARIANTS = {"cuda": 367}
+MOST_VARIANTS = {"cuda": 387}
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
@@ -33,7 +33,7 @@ def variants(device: Device) -> Iterator[VariantSet]:
     for tile, one in product(tiles, (*ARITHMETICS, _OF_BYTES)):
         own = _ORDINARY | one | {"BLOCK_M": (tile.BLOCK_M,), "BLOCK_N": (tile.BLOCK_N,), "WGMMA_N": (consumer_pixels(tile),)}
         for special in ({}, _STORED, _PAIRED)[: 2 if one is _OF_BYTES else 3]:
-            choices = own | special | {"PINGPONG": (int(tile.is_pingpong),)}
+            choices = own | special | {"PINGPONG": (int(tile.is_pingpong),)} | ({"TWIN": (1,)} if tile.is_twin else {})
             stored = (4 if one["OUT"] == (FLOAT,) else 2) if choices["TENSOR_STORE"] == (1,) else 0
             ring = ring_of(tile, 1 if one["PRODUCTS"] == (1,) else 2, stored, choices["INTERLEAVE_COLUMNS"] == (1,))
             choices["STAGES"] = (ring.deepest(depths_of(tile)),)
@@ -60,7 +60,7 @@ def _is_listed(d: Mapping[str, int]) -> bool:
     if not written_so(d) or (d["NHWC"] and d["DENSE"] and d["VEC"] == 1) or not d["STAGES"] or (d["PHASES"] > 1) == d["DENSE"]:
         return False
     seldom = rarity(d)
-    tile = ImplicitGemm(d["BLOCK_M"], d["BLOCK_N"], schedule=PIPELINES[d["PINGPONG"]])
+    tile = ImplicitGemm(d["BLOCK_M"], d["BLOCK_N"], schedule="twin" if d.get("TWIN") else PIPELINES[d["PINGPONG"]])
     if tile not in ordinary_tiles(seldom, three, bool(d["DENSE"])):
         return False
     if consumer > (256 if not three else 136):
@@ -77,6 +77,8 @@ def _is_listed(d: Mapping[str, int]) -> bool:
     if d["W_MN_MAJOR"] and d["OUT"] == FLOAT and not d["DENSE"]:
         return False
     if d["VEC"] == 1 and d["DENSE"] and d["LOAD_CHANNELS"] < 64:
+        return False
+    if d.get("TWIN") and (d["NHWC"] or parts):
         return False
     if d["PINGPONG"]:
         return not three and d["BLOCK_M"] == 128 and not (d["NHWC"] and d["BLOCK_N"] % 32)

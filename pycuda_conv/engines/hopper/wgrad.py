@@ -45,11 +45,11 @@ from pycuda_conv.engines.hopper.wgrad_launches import (
     REDUCED_CHANNELS,
     add_parts,
     channel_copies,
-    copy_launch,
     lane_count,
     part_sums,
     reduce_parts,
 )
+from pycuda_conv.engines.layout import fold_channels
 from pycuda_conv.engines.limits import HOPPER, NOT_EMPTY, Takes, Tiles, types
 from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Arena, Schedule
 from pycuda_conv.engines.struct import kernel_struct
@@ -201,7 +201,7 @@ def schedule(problem: ConvProblem, config: WgradNhwc, device: Device, with_momen
     for array, args in channel_copies(seen):
         buffer = array if not config.FLIPPED else WEIGHT if array == INPUT else INPUT
         places[buffer] = scratch.take(16 * args.words)
-        copies.append(copy_launch(problem, args, buffer, places[buffer]))
+        copies.append(fold_channels.launch(problem, args, buffer, places[buffer]))
 
     def steps(taps_fastest: bool) -> list[list[KernelLaunch]]:
         product = _product(problem, config, places[INPUT], places[WEIGHT], parts, taps_fastest)
@@ -338,8 +338,7 @@ def variants(device: Device) -> Iterator[VariantSet]:
                 yield VariantSet("hopper_wgrad", choices, _is_listed, "sm_90a")
     yield VariantSet("hopper_wgrad_reduce", {"TYPE": (HALF, BFLOAT, FLOAT)})
     yield VariantSet("hopper_wgrad_add", {"TYPE": (HALF, BFLOAT, FLOAT), "EACH": (2, 4)})
-    for size in (2, 4):
-        yield VariantSet("fold_channels", {"BYTES": (size,), "UNIT": tuple(unit for unit in (2, 4, 8, 16) if unit >= size)})
+    yield from fold_channels.variants()
 
 
 def _is_listed(d: Mapping[str, int]) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 from pycuda_conv.engines.geometry import arguments, ceil, forward_of
 from pycuda_conv.engines.hopper.wgrad_form import WgradNhwc, as_loaded, fold_level, fold_taps, position_count, word_elements
+from pycuda_conv.engines.layout.fold_channels import FoldChannelsArguments, zeros_behind
 from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS
@@ -20,11 +21,9 @@ from pycuda_conv.runtime.base import BufferSlice, KernelLaunch
 
 REDUCE_TAPS, REDUCED_CHANNELS = 16, 64  # the most taps, and the channels, of a block of hopper/wgrad_reduce.cu
 ADD_THREADS = 256  # of a block of hopper/wgrad_add.cu
-FOLD_THREADS = 256  # of a block of layout/fold_channels.cu
 LONGEST, MOST_LANES = 8, 32  # the most runs that a thread adds before more threads share a result, and the most threads that do
 WgradNhwcAddArguments = kernel_struct("hopper_wgrad_add", "WgradNhwcAddArguments")
 WgradNhwcReduceArguments = kernel_struct("hopper_wgrad_reduce", "WgradNhwcReduceArguments")
-FoldChannelsArguments = kernel_struct("fold_channels", "FoldChannelsArguments")
 
 
 @lru_cache(maxsize=1024)
@@ -46,19 +45,8 @@ def channel_copies(problem: ConvProblem) -> tuple[tuple[int, Any], ...]:
             folded=forward.C * r * s, fold_s=s, **within,
         )))  # fmt: skip
     if loaded.K != forward.K:
-        positions, chunks, within = position_count(problem), loaded.K // word_elements(problem), dict.fromkeys(("pad_h", "pad_w"), 0)
-        within |= dict.fromkeys(("stride_h", "stride_w", "dilation_h", "dilation_w"), 1)
-        found.append((WEIGHT, arguments(
-            FoldChannelsArguments, words=positions * chunks, chunks=chunks, h=1, w=positions, p=1, q=positions, channels=forward.K,
-            folded=forward.K, fold_s=1, **within,
-        )))  # fmt: skip
+        found.append((WEIGHT, zeros_behind(problem, position_count(problem), forward.K, loaded.K)))
     return tuple(found)
-
-
-def copy_launch(problem: ConvProblem, args: Any, array: int, copy: BufferSlice) -> KernelLaunch:
-    """The launch that copies `array` to `copy`; `args` are its arguments of :func:`channel_copies`."""
-    defines = {"BYTES": problem.itemsize, "UNIT": math.gcd(16, problem.itemsize * args.channels)}
-    return KernelLaunch("fold_channels", defines, ceil(args.words, FOLD_THREADS), FOLD_THREADS, (array, copy), (), arguments=args)
 
 
 def part_form(problem: ConvProblem, config: WgradNhwc) -> ConvProblem:

@@ -11,7 +11,7 @@ from pycuda_conv.arguments import integers
 from pycuda_conv.engines.nn import batch_norm
 from pycuda_conv.invariance import WORD as BATCH_INVARIANT
 from pycuda_conv.nn.autograd import Settings, _in_numbers, traced_layout
-from pycuda_conv.nn.graph import fronts
+from pycuda_conv.nn.graph import fronts, upsamplings
 from pycuda_conv.nn.graph.calls import Norm, Options
 from pycuda_conv.nn.graph.memory import is_plain
 from pycuda_conv.nn.graph.rewriting import Chain, Rewrite, is_of_channels, lies, same, vector_of
@@ -243,7 +243,7 @@ def _write(rewrite: Rewrite, chain: Chain, options: Options, turned: Any, grad: 
                 settings = settings._replace(padding=((0, 0),) * settings.ndim, padding_mode="zeros", padding_value=0.0)
                 options = options._replace(settings=settings)
                 turned = _turned(rewrite, operands[0], value(chain.last), settings.ndim)
-            if turned:
+            if turned and not upsamplings.turn(rewrite, operands[0], turned):
                 operands[0] = rewrite.graph.call_method("contiguous", (operands[0],), {"memory_format": turned})
                 operands[0].meta["example_value"] = value(operands[0].args[0])
             if training or not gradient or rewrite.targets.casts_early:
@@ -266,6 +266,8 @@ def _write(rewrite: Rewrite, chain: Chain, options: Options, turned: Any, grad: 
     except Exception:
         for node in reversed(list(rewrite.graph.nodes)):
             if node not in before:
+                if node.users:  # an image that is turned before it is upsampled
+                    node.replace_all_uses_with(node.args[0])
                 rewrite.graph.erase_node(node)
         rewrite.targets.early = {key: node for key, node in rewrite.targets.early.items() if node in before}
         raise

@@ -143,6 +143,19 @@ def fold(rewrite: Rewrite, chain: Chain, options: Options) -> Options:
     return options._replace(transposed=True, settings=folded, output_padding=(0,) * settings.ndim)
 
 
+def turn(rewrite: Rewrite, wide: Node, form: Any) -> bool:
+    """Turn an image into a memory format before it is upsampled, not after, where the graph runs as it is. Whether that was done."""
+    found = factors(wide) if rewrite.targets.shares and len(wide.users) == 1 and wide in rewrite.order else None
+    if found is None or wide.target in _REPEATS or wide.args[:1] != (found[0],):
+        return False
+    with rewrite.graph.inserting_before(wide), torch.no_grad():
+        small = rewrite.graph.call_method("contiguous", (found[0],), {"memory_format": form})
+        small.meta["example_value"] = value(found[0]).detach().contiguous(memory_format=form)
+        wide.meta["example_value"] = value(wide).detach().contiguous(memory_format=form)
+    wide.args = small, *wide.args[1:]
+    return True
+
+
 def _folding(settings: Settings, times: tuple[int, ...], word: str | None, weight: Any) -> upsampling.Folding | None:
     if settings.padding_mode != "zeros" or not all(isinstance(n, int) for n in weight.shape):
         return None

@@ -27,7 +27,7 @@ from pycuda_conv.tools.warm import launches_of
 
 MOST_IMAGES = 64
 MANY = 8  # images from which on the time is promised
-AT_ONCE = 100  # layers whose kernels are compiled together
+AT_ONCE = 50  # layers whose kernels are compiled together
 MOST_BYTES, LEAST_FLOP, MOST_FLOP = 3e8, 1e5, 1e11
 OPENCL_FLOP = 3e7  # PoCL takes long for larger layers
 EFFORT = Effort(rounds=3, seconds=0.01, most_rounds=5)
@@ -170,6 +170,8 @@ def run(settings: bench.Settings, modes: Sequence[str], count: int) -> int:
     todo = list(layers(seed, count, modes, MOST_FLOP if on_gpu else OPENCL_FLOP))
     with torch.no_grad():
         for first in range(0, count, AT_ONCE):
+            if settings.seconds is not None and time.monotonic() - began > settings.seconds:
+                break
             some = todo[first : first + AT_ONCE]
             apart = [parts(r, problem.N) for _, problem in some]
             compile_ahead([p for _, p in some], device, [{p.N, *map(len, a)} for (_, p), a in zip(some, apart, strict=True)])

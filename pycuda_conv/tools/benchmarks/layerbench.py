@@ -291,7 +291,7 @@ class Mean:
         return self.words, str(len(values)), number(geometric_mean(values), ".2f"), worst, str(below), f"{slower:.1%}", *errors
 
 
-FRONT_ROWS = 3  # of KernelBench's comparisons on the front page
+FRONT_WORDS = DEFAULT_WORDS, "our tf32 over torch's default"  # of what stands on the front page
 COLUMNS = ("", "layers", "geometric mean", "worst", "below 1", f"below {SLOWER}", "our error", "torch's")
 
 
@@ -412,15 +412,9 @@ def our_problems(problem: ConvProblem, suite: str) -> dict[str, ConvProblem]:
 
 
 def excerpt(machine: dict[str, Any], rows: Sequence[Row], found: Sequence[Mean], suite: str) -> str:
-    """The section of the front page: without passes and layers, with the errors of all ways."""
-    shown = found[:FRONT_ROWS] if suite == "kernelbench" else [one for one in found if " " not in one.words or one.words == DEFAULT_WORDS]
-    said = measured_by(machine)
-    if suite == "kernelbench":
-        ways = list(dict.fromkeys(name for row in rows for name in row.errors))
-        errors = ((name, geometric_mean(row.errors[name] for row in rows if row.errors.get(name))) for name in ways)
-        words = ", ".join(f"{name} {number(error, '.1e')}" for name, error in errors)
-        said = f"Errors against float64, geometric means: {words}. {said}"
-    return f"{markdown_table(COLUMNS, 1, [one.cells() for one in shown])}\n\n{said}"
+    """The section of the front page: without passes and layers, and beside what people run."""
+    shown = [one for one in found if one.words in FRONT_WORDS or (suite != "kernelbench" and " " not in one.words)]
+    return f"{markdown_table(COLUMNS, 1, [one.cells() for one in shown])}\n\n{measured_by(machine)}"
 
 
 def page(machine: dict[str, Any], rows: Sequence[Row], found: Sequence[Mean], suite: str) -> str:

@@ -1,0 +1,158 @@
+"""Channels-last convolutions whose channels fill no 16 bytes: images and filter are copied with zeros behind their channels.
+
+Tensor loads take pixels of a multiple of 16 bytes. Where the channels over which a result sums are no such number,
+``cu/layout/fold_channels.cu`` copies them with zeros behind, and an engine that reads channels-last arrays does the rest. It writes the
+result as it is to lie.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, replace
+
+from pycuda_conv.engines import registry
+from pycuda_conv.engines.base import Config, Engine
+from pycuda_conv.engines.compose.delegate import delegate_refusal, delegated, moved, parsed
+from pycuda_conv.engines.costs import costs
+from pycuda_conv.engines.geometry import ceil
+from pycuda_conv.engines.layout.fold_channels import WORD, launch, zeros_behind
+from pycuda_conv.engines.limits import HOPPER, NOT_EMPTY, ONE_GROUP, Takes, Tiles
+from pycuda_conv.engines.schedule import INPUT, PACKED, WEIGHT, WORKSPACE, Arena, Schedule
+from pycuda_conv.engines.variants import VariantSet
+from pycuda_conv.problem import ConvProblem
+from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch
+
+
+@dataclass(frozen=True)
+class Filled(Config):
+    """The configuration for the filled arrays, as text."""
+
+    DELEGATE: str = "DenseNhwc()"
+
+
+CONFIGS = (Filled,)
+LAYOUTS = ("NHWC",)
+RUNS_ON = HOPPER
+TENSOR_CORES = True
+MOST_VARIANTS = {"cuda": 0}
+
+
+# ---- what runs
+
+
+def _filled(problem: ConvProblem) -> ConvProblem:
+    """The problem with as many more channels to sum over as fill 16 bytes."""
+    each = WORD // problem.itemsize
+    channels = ceil(problem.operand_channels, each) * each
+    return replace(problem, C=channels) if problem.direction == "fprop" else replace(problem, K=channels)
+
+
+TAKES = Takes(
+    (
+        "it takes float16 and bfloat16 arrays, and float32 with precision='tf32'",
+        lambda p: p.itemsize == 2 or (p.dtype == "float32" and p.precision == "tf32"),
+    ),
+    NOT_EMPTY, ONE_GROUP, ("its channels are a multiple of 16 bytes", lambda p: p.operand_channels * p.itemsize % WORD != 0),
+    ("it counts in 32 bits", lambda p: _filled(p).largest_array < 2**31),
+)  # fmt: skip
+LEGAL = Tiles(TAKES, Filled, lambda problem, config: delegate_refusal(_filled(problem), config.DELEGATE))
+
+
+# ---- launches
+
+
+def _filter_copy(problem: ConvProblem, place: BufferSlice, last: bool) -> KernelLaunch:
+    """The copy of the filter, in C order or with its second axis last, which keeps the order."""
+    (first, second), taps, each = problem.weight_shape[:2], math.prod(problem.filter_size), WORD // problem.itemsize
+    if problem.direction == "dgrad":  # the channels that are filled up are the first axis: zeros follow the whole
+        whole = first * second * taps
+        args = zeros_behind(problem, 1, whole, ceil(first, each) * each * second * taps)
+    else:
+        rows, length = (first * taps, second) if last else (first, second * taps)
+        args = zeros_behind(problem, rows, length, ceil(second, each) * each * length // second)
+    return launch(problem, args, WEIGHT, place)
+
+
+def schedule(problem: ConvProblem, config: Filled, device: Device, with_moments: bool = False) -> Schedule:
+    """The launches of `config`, which can run `problem`."""
+    delegate, filled = parsed(config.DELEGATE), _filled(problem)
+    assert delegate is not None
+    made = registry.engine_of(delegate).schedule(filled, delegate, device, with_moments)
+    kept, scratch = Arena(PACKED), Arena(WORKSPACE)
+    own = scratch.take(made.workspace_bytes)  # moments lie where the delegate put them
+    images = scratch.take(math.prod(filled.input_shape) * problem.itemsize)
+    nbytes = math.prod(filled.weight_shape) * problem.itemsize
+    pixels = math.prod(problem.input_shape) // problem.operand_channels
+    args = zeros_behind(problem, pixels, problem.operand_channels, filled.operand_channels)
+    fill_images = launch(problem, args, INPUT, images)
+
+    def steps(some: list[list[KernelLaunch]], filter_place: tuple[int, int], packed: tuple[int, int]) -> list[list[KernelLaunch]]:
+        return moved(some, {INPUT: images, WEIGHT: filter_place, WORKSPACE: own, PACKED: packed})
+
+    packed, filters = kept.take(made.filter_bytes), kept.take(nbytes)
+    fill_filter = _filter_copy(problem, filters, False)
+    prepare = [[fill_filter], *steps(made.prepare, filters, packed)]
+    images_alone = [[fill_images], *steps(made.steps, filters, packed)]
+    whole = [[fill_images, fill_filter], *steps(made.whole, filters, packed)]
+    last = None
+    if made.filter_last is not None:
+        last = [[fill_images, _filter_copy(problem, filters, True)], *steps(made.filter_last, filters, packed)]
+    return Schedule(prepare, images_alone, whole, scratch.used, kept.used, made.redoes, made.moments, last)
+
+
+def variants(device: Device) -> Iterator[VariantSet]:
+    """None of its own: ``hopper/wgrad.py`` lists those of the copies."""
+    yield from ()
+
+
+# ---- the choice
+
+COST = costs("compose.fold_channels")
+
+
+def _copying(problem: ConvProblem, delegate: Config, device: Device) -> float:
+    """Microseconds of the copies."""
+    filled = _filled(problem)
+    read, written = (math.prod(one.input_shape) + math.prod(one.weight_shape) for one in (problem, filled))
+    return COST.COPY + COST.FILTER + problem.itemsize * (read + written) / COST.COPIED
+
+
+def _engines(problem: ConvProblem, device: Device) -> Iterator[Engine]:
+    """The engines with kernels of their own that can only run the problem of the filled arrays."""
+    filled = _filled(problem)
+    for engine in registry.ENGINES:
+        own = engine.TENSOR_CORES and "NHWC" in engine.LAYOUTS and not registry.name_of(engine).startswith("compose.")
+        able = own and engine.unsupported(device) is None and any(True for _ in engine.configs(filled, device))
+        if able and not any(True for _ in engine.configs(problem, device)):
+            yield engine
+
+
+def configs(problem: ConvProblem, device: Device) -> Iterator[Filled]:
+    """The configurations worth comparing for `problem`."""
+    if TAKES.why_not(problem):
+        return
+    filled = _filled(problem)
+    for engine in _engines(problem, device):
+        yield from (Filled(str(one)) for one in engine.configs(filled, device) if engine.refusal(filled, one) is None)
+
+
+_delegate_key, sum_order, time = delegated(_filled, _copying)
+
+
+def filter_key(problem: ConvProblem, config: Filled) -> Hashable:
+    """That of the delegate's engine, for filters of so many channels before they are filled up."""
+    return problem.direction, problem.dtype, problem.weight_shape, _delegate_key(problem, config)
+
+
+def choose(problem: ConvProblem, device: Device) -> tuple[float, Filled] | None:
+    """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
+    if TAKES.why_not(problem):
+        return None
+    found = []
+    for engine in _engines(problem, device):
+        one = engine.choose(_filled(problem), device)
+        us = None if one is None else engine.time(_filled(problem), one[1], device)
+        if one is not None and us is not None:
+            found.append((us + _copying(problem, one[1], device), Filled(str(one[1]))))
+    return min(found, key=lambda pair: pair[0], default=None)
