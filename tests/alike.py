@@ -31,7 +31,10 @@ def first_runs(runs: Iterable[tuple], text_of: Callable[..., tuple]) -> list:
 
 
 def sharing(options: Iterable[Sequence[tuple]], problem_of: Callable[..., ConvProblem] = asked) -> list[tuple]:
-    """Of each case one of its runs (case, mode, configuration): that with the most modes, configurations and values of defines that are new, else one whose texts others have, too."""
+    """Of each case one of its runs (case, mode, configuration).
+
+    It is that with the most modes, configurations and values of defines that are new, else one whose texts others have, too.
+    """
     met, compiled, found = set(), set(), []
     for runs in options:
         best = None
@@ -53,7 +56,7 @@ def sharing(options: Iterable[Sequence[tuple]], problem_of: Callable[..., ConvPr
 def check_epilogue(
     case: Case, mode: str, config: Any, activations: Sequence = ACTIVATIONS, computed: Callable[..., np.ndarray] = simt.computed
 ) -> None:
-    """Bias, scale, residual and ReLU; then each activation, with a residual and without: on the simulated machine, or as `computed` does."""
+    """Bias, scale, residual and ReLU; then each activation, with a residual and without: simulated, or as `computed` does."""
     case = replace(case, bias=True)
     problem = replace(asked(case, mode), has_scale=True, has_residual=True, activation="relu")
     rng, dtype, k = np.random.default_rng(1), dtype_of(mode), (case.channels,)
@@ -75,7 +78,7 @@ def check_epilogue(
 def random_problems(
     r: random.Random, of: Sequence[str], each: int, kinds: Sequence[tuple[str, tuple[str, str, str]]]
 ) -> Iterator[ConvProblem]:
-    """So many layers of each family in these directions, types, precisions and layouts, as they are launched; but for those that have no such direction."""
+    """So many layers of each family in these directions, types, precisions and layouts, where they have them, as they are launched."""
     for family in of:
         for _ in range(each):
             layer = families.layer(r, family)
@@ -127,7 +130,7 @@ def check_steps(program, kernel: str) -> None:
 
 
 def check_compiled(steps: dict, most: int = 0, most_sm80: int | None = None) -> None:
-    """`steps`: steps, and what each is for; some are compiled for all. A kernel may spill `most` bytes, on sm_80 `most_sm80` if that is given."""
+    """`steps`: steps, and what each is for; some are compiled for all. A kernel may spill `most` bytes, on sm_80 `most_sm80` if given."""
     what_for = {id(step): what for step, what in steps.values()}
     chosen = covering([step for step, _ in steps.values()])
     done = nvcc_of([(step.source(), step.arch or "sm_90") for step in chosen])

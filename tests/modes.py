@@ -1,4 +1,4 @@
-"""What is asked of an engine's cases: a type, a precision and a layout by a word, the problem that this makes of a case, and the bounds that go with it."""
+"""What is asked of an engine's cases, by a word: type, precision and layout; the problem that it makes of a case, and the bounds."""
 
 from __future__ import annotations
 

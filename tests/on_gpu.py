@@ -78,7 +78,7 @@ class Arrays:
 
 
 def check_on_gpu(torch, plan: Plan, case: Case | Filter, mode: str) -> None:
-    """Integers exactly, random data within the bound, the same bits every time, with a kept filter, and with one whose channels are last in memory."""
+    """Integers exactly, random data within the bound; the same bits again, with a kept filter, and with channels last in the filter."""
     arrays = case.integers(dtype_of(mode))
     assert_exact(Arrays(torch, plan, *arrays).launch(), case.reference(*arrays), plan)
     arrays = case.normals(dtype_of(mode))

@@ -1,4 +1,4 @@
-"""The engines' cases (tests/cases), each held to what every engine is held to: without a GPU on the simulated machine, and on an sm_90 GPU."""
+"""The engines' cases (tests/cases), each held to what every engine is held to: on the simulated machine, and on an sm_90 GPU."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_the_runs_have_every_value_of_every_define(of):
 @simulated
 @pytest.mark.parametrize(("of", "run"), each("runs"))
 def test_the_text_computes_the_convolution(of, run):
-    """Integers exactly; by turns with a kept filter and with one whose channels are last in memory. Random data within the bound, of 16 bits in each third run."""
+    """Integers exactly; by turns with a kept filter and with one whose channels are last. Random data, of 16 bits in each third run."""
     case, mode, config = run
     problem, number, arrays = asked(case, mode), of.runs.index(run), case.integers(dtype_of(mode))
     program, ref = of.engine.schedule(problem.launched, config, H200), case.reference(*arrays)

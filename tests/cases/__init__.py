@@ -1,7 +1,8 @@
-"""What the tests ask of each engine, as data: a file an engine, with one object, CASES. tests/test_cases.py has a body for each of its fields.
+"""What the tests ask of each engine, as data: a file an engine, with one object, CASES. tests/test_cases.py has a body for each field.
 
-An engine's file is called as its module; where two families have modules of one name, as the family and the module. A run is a case, a mode (a word of
-tests/modes.py: type, precision, layout) and a configuration. A case is a convolution (reference.Case) or a gradient by the filter (filters.Filter).
+An engine's file is called as its module; where two families have modules of one name, as the family and the module. A run is a case, a
+mode (a word of tests/modes.py: type, precision, layout) and a configuration. A case is a convolution (reference.Case) or a gradient by the
+filter (filters.Filter).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Broken:
 
 @dataclass(frozen=True)
 class Layers:
-    """Random layers: of each of these families so many, in these directions, types, precisions and layouts. At least so many have candidates."""
+    """Random layers: of each family so many, in these directions, types, precisions and layouts. At least so many have candidates."""
 
     families: Sequence[str]
     kinds: Sequence[tuple[str, tuple[str, str, str]]]
@@ -45,7 +46,8 @@ class Cases:
 
     #: Its module.
     engine: Any
-    #: Runs without a GPU, on the simulated machine: exact for integers, within the bound for random data, filters kept and with their channels last.
+    #: Runs without a GPU, on the simulated machine: exact for integers, within the bound for random data, filters kept and with their
+    #: channels last.
     runs: Sequence[Run]
     #: Runs on a GPU.
     gpu: Sequence[Run] = ()
@@ -81,7 +83,8 @@ class Cases:
     layers: Layers | None = None
     #: The kernel whose arguments are one struct, or one for each phase.
     kernel: str = ""
-    #: (problem, configuration) or (problem, configuration, with_moments): whose texts nvcc compiles, for these architectures, and how many bytes they may spill.
+    #: (problem, configuration) or (problem, configuration, with_moments): whose texts nvcc compiles, for these architectures, and how many
+    #: bytes they may spill.
     compiled: Sequence[tuple] = ()
     architectures: Sequence[str | None] = (None,)
     spills: int = 0

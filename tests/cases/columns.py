@@ -10,8 +10,8 @@ from pycuda_conv.engines.compose import columns
 from pycuda_conv.engines.compose.columns import Columns
 from pycuda_conv.engines.direct.gemm import Gemm
 
-#: Patches, whose pixels meet one tap; filters longer and shorter than their stride; strides of three with odd sizes, dilation, groups; no stride, or one that is
-#: the dilation; one to three axes.
+#: Patches, whose pixels meet one tap; filters longer and shorter than their stride; strides of three with odd sizes, dilation, groups; no
+#: stride, or one that is the dilation; one to three axes.
 ONE_TAP = [
     dgrad((2, 24, 3, 4), (24, 3, 4, 4), stride=4, bias=False), dgrad((2, 8, 5, 3), (8, 5, 2, 1), stride=3, padding=(1, 0), bias=False), dgrad((1, 16, 7), (16, 2, 10), stride=12, padding=3, bias=False),
 ]  # fmt: skip

@@ -12,7 +12,8 @@ from pycuda_conv import ConvProblem
 from pycuda_conv.engines.mma import few_channels as fc
 from pycuda_conv.engines.mma.few_channels import FewChannels
 
-#: Tails of channels, rows and columns, taps in one column and in many, chunks of channels, strides, padding, dilation, phases of one and several taps, and of none.
+#: Tails of channels, rows and columns, taps in one column and in many, chunks of channels, strides, padding, dilation, phases of one and
+#: several taps, and of none.
 SHAPES = [
     fprop((2, 16, 19, 40), (1, 16, 7, 7), padding=3), fprop((2, 32, 9, 70), (2, 32, 3, 3), padding=1), fprop((1, 20, 13, 37), (3, 20, 3, 3), padding=1), fprop((3, 7, 10, 12), (5, 7, 3, 2)),
     fprop((2, 40, 5, 6), (4, 40, 1, 1)), fprop((1, 24, 21, 34), (19, 24, 3, 3), padding=1), fprop((1, 16, 5, 5), (2, 16, 5, 5), padding=(4, 7)), fprop((1, 16, 6, 9), (3, 16, 3, 20), padding=(1, 12)),

@@ -8,8 +8,8 @@ from pycuda_conv.engines.mma import few_channels_wgrad as fw
 from pycuda_conv.engines.mma.few_channels_wgrad import FewChannelsWgrad
 
 KINDS = [mode for mode in ("fp16 last", "bf16 last", "tf32 last") if mode in MODES]
-#: First layers of one to four channels, with strides, dilation, uneven and wide padding; last layers, whose x is the dense array; channels that fill no
-#: sixteen; one tap, one axis; rows narrower than a group of pixels, and wider.
+#: First layers of one to four channels, with strides, dilation, uneven and wide padding; last layers, whose x is the dense array; channels
+#: that fill no sixteen; one tap, one axis; rows narrower than a group of pixels, and wider.
 SHAPES = [
     Filter((2, 3, 13, 21), (24, 3, 3, 3), stride=(2,), padding=(1,)), Filter((1, 1, 9, 35), (16, 1, 3, 3), padding=(1,)),
     Filter((2, 4, 20, 9), (40, 4, 5, 4), stride=(2, 3), padding=(2, 1)), Filter((1, 3, 12, 40), (8, 3, 7, 7), stride=(2,), padding=(3,)),

@@ -14,8 +14,8 @@ from pycuda_conv.engines.mma.few_inputs import FewInputs
 
 LAST = [mode for mode in MODES if "last" in mode]
 PLANES = [mode for mode in MODES if "last" not in mode]
-#: Tails of channels, rows and columns; pixels that begin at odd elements, and rows of taps that end there; strides, padding, dilation, one to three axes; taps that
-#: are beside one another and apart; gradients, which take the taps in reverse.
+#: Tails of channels, rows and columns; pixels that begin at odd elements, and rows of taps that end there; strides, padding, dilation, one
+#: to three axes; taps that are beside one another and apart; gradients, which take the taps in reverse.
 SHAPES = [
     fprop((2, 3, 19, 40), (20, 3, 3, 3), stride=2, padding=1), fprop((1, 3, 15, 37), (24, 3, 3, 3), padding=1), fprop((1, 1, 20, 33), (16, 1, 7, 7), stride=2, padding=3),
     fprop((2, 4, 9, 12), (70, 4, 4, 4), stride=4), fprop((1, 3, 9, 50), (33, 3, 5, 5), padding=2), fprop((2, 1, 300), (32, 1, 10), stride=5), fprop((1, 2, 90), (13, 2, 3), padding=1),

@@ -14,8 +14,8 @@ from pycuda_conv.engines.mma import few_pixels as fp
 from pycuda_conv.engines.mma.few_pixels import FewPixels
 
 KINDS = [mode for mode in MODES if "last" not in mode]
-#: Tails of channels, of units and of pixels, images that share a tile and rows that do, rings that come round, strides, uneven padding, dilation, one tap,
-#: one axis; gradients of one phase, of several and of such without taps, of taps that come the other way round.
+#: Tails of channels, of units and of pixels, images that share a tile and rows that do, rings that come round, strides, uneven padding,
+#: dilation, one tap, one axis; gradients of one phase, of several and of such without taps, of taps that come the other way round.
 SHAPES = [
     fprop((1, 40, 7, 7), (40, 40, 3, 3), padding=1), fprop((3, 72, 5, 4), (70, 72, 3, 3), padding=1), fprop((2, 200, 7, 7), (136, 200, 1, 1)), fprop((1, 24, 14, 14), (33, 24, 3, 3), padding=1),
     fprop((2, 64, 9, 8), (40, 64, 3, 3), stride=2, padding=1), fprop((2, 48, 9, 9), (40, 48, 1, 1), stride=2), fprop((1, 16, 9, 31), (9, 16, 3, 2), stride=(2, 3), padding=((0, 2), (1, 0))), fprop((2, 32, 12, 11), (8, 32, 3, 3), dilation=(2, 3), padding=2),

@@ -11,7 +11,8 @@ from pycuda_conv.engines.hopper import gather
 from pycuda_conv.engines.hopper.gather import GatherNhwc
 
 KINDS = [mode for mode in ("tf32 last", "fp16 last", "bf16 last") if mode in MODES]
-#: Copies of 16 bytes and of 4, tails of channels, rows and pixels, strides, padding, dilation, one to three axes, rows of taps that are one, gradients.
+#: Copies of 16 bytes and of 4, tails of channels, rows and pixels, strides, padding, dilation, one to three axes, rows of taps that are
+#: one, gradients.
 SHAPES = [
     fprop((2, 24, 9, 8), (40, 24, 3, 3), padding=1), fprop((2, 40, 7, 5), (9, 40, 3, 2), padding=(1, 0)), fprop((3, 16, 13, 9), (70, 16, 1, 1), stride=2),
     fprop((2, 6, 11, 17), (33, 6, 3, 5), stride=(2, 1), padding=(2, 1), dilation=(1, 2)), fprop((40, 8, 3, 3), (21, 8, 3, 3), padding=1),

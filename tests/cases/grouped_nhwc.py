@@ -12,8 +12,8 @@ from pycuda_conv.engines.mma import grouped_nhwc as gn
 from pycuda_conv.engines.mma.grouped_nhwc import GroupedNhwc
 
 KINDS = [mode for mode in ("fp16 last", "bf16 last", "tf32 last") if mode in MODES]
-#: 2 to 64 channels a group; groups that fill no unit, and units that fill no block; groups that begin between multiples of 16 bytes; other numbers
-#: of channels in than out; strides, dilation, uneven and wide padding; small images, one axis, 1x1; one group.
+#: 2 to 64 channels a group; groups that fill no unit, and units that fill no block; groups that begin between multiples of 16 bytes; other
+#: numbers of channels in than out; strides, dilation, uneven and wide padding; small images, one axis, 1x1; one group.
 FORWARD = [
     fprop((2, 32, 9, 11), (32, 4, 3, 3), padding=1, groups=8), fprop((1, 40, 7, 6), (40, 2, 3, 3), padding=1, groups=20),
     fprop((2, 40, 13, 10), (40, 8, 3, 3), padding=1, stride=2, groups=5), fprop((1, 48, 9, 8), (48, 16, 3, 3), padding=2, dilation=2, groups=3),

@@ -8,8 +8,8 @@ from pycuda_conv.engines.mma import grouped_nhwc_wgrad as gw
 from pycuda_conv.engines.mma.grouped_nhwc_wgrad import GroupedWgrad
 
 KINDS = [mode for mode in ("fp16 last", "bf16 last") if mode in MODES]
-#: 2 to 64 channels a group; groups that fill no unit, and units that fill no block; other numbers of channels in than out; strides, dilation, uneven and
-#: wide padding; filters of one tap, fewer than nine and more; small images, one axis, one group.
+#: 2 to 64 channels a group; groups that fill no unit, and units that fill no block; other numbers of channels in than out; strides,
+#: dilation, uneven and wide padding; filters of one tap, fewer than nine and more; small images, one axis, one group.
 SHAPES = [
     Filter((2, 32, 9, 11), (32, 4, 3, 3), padding=(1,), groups=8), Filter((1, 40, 7, 6), (40, 2, 3, 3), padding=(1,), groups=20),
     Filter((2, 40, 13, 10), (40, 8, 3, 3), stride=(2,), padding=(1,), groups=5), Filter((1, 48, 9, 8), (48, 16, 3, 3), padding=(2,), dilation=(2,), groups=3),

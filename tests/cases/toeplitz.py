@@ -11,9 +11,9 @@ from pycuda_conv.engines.depthwise import toeplitz as dt
 from pycuda_conv.engines.depthwise.toeplitz import DepthwiseToeplitz
 
 KINDS = [mode for mode in ("fp16", "bf16", "fp16 last", "bf16 last") if mode in MODES]
-#: Rows of every size against eights and words, several planes of a unit and bands of one, the last unit smaller; strides, also different ones; uneven padding, such
-#: as is wider than the filter, and rows that nothing meets; dilation; filters that meet one sixteen of columns and two; multipliers; lines; gradients. Channels last
-#: also more channels than a block's, and spans of columns.
+#: Rows of every size against eights and words, several planes of a unit and bands of one, the last unit smaller; strides, also different
+#: ones; uneven padding, such as is wider than the filter, and rows that nothing meets; dilation; filters that meet one sixteen of columns
+#: and two; multipliers; lines; gradients. Channels last also more channels than a block's, and spans of columns.
 SHAPES = [
     fprop((2, 9, 7, 7), (9, 1, 3, 3), padding=1, groups=9), fprop((1, 4, 14, 13), (4, 1, 5, 5), padding=2, groups=4), fprop((2, 4, 9, 11), (4, 1, 3, 3), padding=1, stride=2, groups=4),
     fprop((1, 4, 15, 9), (4, 1, 7, 7), padding=((3, 2), (0, 5)), stride=2, groups=4), fprop((2, 3, 9, 10), (6, 1, 3, 3), padding=1, groups=3), fprop((1, 2, 70, 150), (2, 1, 5, 5), padding=(0, 2), groups=2),

@@ -32,7 +32,8 @@ PLANES = [
     Filter((3, 72, 10, 12), (136, 72, 1, 1), layout="NCHW"), Filter((2, 40, 12, 20), (70, 40, 1, 1), layout="NCHW"), Filter((3, 24, 96), (20, 24, 1), layout="NCHW"), Filter((2, 64, 3, 8), (64, 32, 1, 1), groups=2, layout="NCHW"),
     Filter((2, 10, 3, 4, 2), (201, 10, 1, 1, 1), layout="NCHW"), Filter((5, 200, 14, 12), (264, 200, 1, 1), layout="NCHW"),
 ]  # fmt: skip
-#: Flipped tiles, where dy has few channels: these folded with the taps of a row, of a plane, and not; odd numbers of channels; one to three axes.
+#: Flipped tiles, where dy has few channels: these folded with the taps of a row, of a plane, and not; odd numbers of channels; one to three
+#: axes.
 FEW = [
     Filter((2, 136, 7, 5), (12, 136, 3, 2), padding=(1, 0)), Filter((1, 136, 5, 6), (72, 136, 3, 3), padding=(1,)), Filter((2, 91, 9, 8), (21, 91, 3, 3), padding=(1,)),
     Filter((2, 24, 4, 6, 5), (19, 24, 3, 3, 2), padding=(1, 0, 1)), Filter((1, 40, 7, 10), (4, 40, 3, 5), padding=((2, 0), (0, 1)), dilation=(1, 2)), Filter((2, 40, 50), (16, 40, 5), padding=(2,)),
