@@ -809,6 +809,7 @@ class ConvProblem:
         text += f" upsampled {common(self.upsample[-n:])}{', folded' if self.folded else ''}" if self.upsampled else ""
         text += f" from {self.input_dtype}" if self.input_dtype else ""
         text += f" to {self.result_dtype}" if self.result_dtype else ""
+        text += " of bytes" if self.of_bytes else ""
         text += " channels last" if self.layout == "NHWC" else ""
         text += f" {self.algorithm}" if self.algorithm else ""
         activation = self.activation if isinstance(self.activation, tuple) else (self.activation or "",)

@@ -43,7 +43,7 @@ check() {  # check PART GPU: a part of the cases under the sanitizer
 
 tested=0
 if [ $tool = memcheck ]; then
-  CUDA_VISIBLE_DEVICES=${TEST_GPU:-0} limited "$python" -m pytest -m gpu -q -n "$workers" --dist worksteal --failures "$logs/failures.txt" "$@" \
+  CUDA_VISIBLE_DEVICES=${TEST_GPU:-0} limited "$python" -m pytest -m gpu -q -n "$workers" --dist worksteal --failures="$logs/failures.txt" "$@" \
     >"$logs/pytest.log" 2>&1 &
   tests=$!
 fi

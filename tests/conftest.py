@@ -203,6 +203,7 @@ def pytest_addoption(parser):
     parser.addoption("--optimised", action="store_true", help="let PoCL optimise all kernels, not only those of the tests that are about it")
     parser.addoption("--torch-versions", action="store_true", help="download the oldest and the newest torch that setup.cfg admits, and try them")
     parser.addoption("--minutes", type=float, default=0, help="skip tests that have not begun after so many minutes, and say so (0: never)")
+    # given as --failures=FILE: an argument of its own that is a file makes pytest look for its settings beside that file
     parser.addoption("--failures", metavar="FILE", help="write each failure to the file as soon as it is known: a run that is ended tells of none")
     parser.addoption("--all-texts", action="store_true", help="let nvcc compile every text of a kernel that tests name, and try every text of some kernels: see CONTRIBUTING.md")
 

@@ -18,8 +18,8 @@ PROGRAMS = {
         echo "ok a case"; echo "========= ERROR SUMMARY: 0 errors" """,
     # its tests take long with $SLOW, and one of them fails before
     "python": '''echo "pytest $CUDA_VISIBLE_DEVICES $*" >>"$SEEN"
-        while [ "$1" != --failures ]; do shift; done
-        if [ -n "$SLOW" ]; then echo "FAILED tests/test_x.py::test_z" >"$2"; echo ".... [ 40%]"; sleep 60; fi
+        while [ "${1%=*}" != --failures ]; do shift; done
+        if [ -n "$SLOW" ]; then echo "FAILED tests/test_x.py::test_z" >"${1#*=}"; echo ".... [ 40%]"; sleep 60; fi
         ''' + '[ -z "$FAILS" ] || { echo "FAILED tests/test_x.py::test_y"; exit 1; }; echo "3 passed in 1s"',
 }
 
@@ -48,7 +48,7 @@ def test_tests_and_memcheck_have_a_gpu_each(checked):
     done, seen = checked("--", "-k", "some")
     assert done.returncode == 0 and done.stdout.endswith("none\n"), done
     *checks, tests = seen
-    assert checks == ["memcheck 1"] * 4 and tests.startswith("pytest 0 -m pytest -m gpu -q -n 14 --dist worksteal --failures ")
+    assert checks == ["memcheck 1"] * 4 and tests.startswith("pytest 0 -m pytest -m gpu -q -n 14 --dist worksteal --failures=")
     assert tests.endswith("/failures.txt -k some") and "memcheck: " in done.stdout and "4 cases without an error" in done.stdout
 
 
