@@ -20,7 +20,7 @@
 #endif
 #define ROWS 32
 #define UNROLL 12  // elements of w that a thread loads at a time
-#define MOST (DTYPE == 64 ? 144 : 288)  // elements of a row in shared memory
+#define MOST (DTYPE == 64 ? 72 : 144)  // elements of a row in shared memory
 
 // A divisor's prepared form, see division.cuh, is called by_...
 typedef struct SumTapsArguments {

@@ -4,7 +4,6 @@
 //                         image's group, so that a large one costs no digits
 //   norm_finish           stats[image][group] = mean, rstd of the slices' parts of a group's channels, combined in double
 //   norm_planes_apply     out = activation((x - mean) * rstd * gamma + beta)
-//   norm_parts_apply      the same, from parts[image][slice][group] that moments writes where a block's columns are whole groups (`of_groups`): two launches
 //
 // Layout   x, out: [N][P][C]; gamma, beta: [C], of the arrays' type or float.
 // Mapping  thread -> VEC neighbours of a pixel, a column; `width` threads side by side read neighbours, `down` such rows of threads read pixels.
@@ -18,19 +17,8 @@
 
 constexpr int UNROLL = VEC * sizeof(data_t) < 16 ? 8 : 4;
 
-// The groups of a block's columns, where these are whole groups.
-struct TileOfGroups {
-  int each, first, count;
-  DEVICE TileOfGroups(const Stand& at, const NormShape& shape) {
-    const int channel = at.tile * (int)shape.across * VEC;
-    each = (int)shape.each, first = divided(channel, shape.by_each);
-    count = divided(min((int)shape.across * VEC, (int)shape.channels - channel), shape.by_each);
-  }
-};
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
-    norm_planes_moments(const data_t* __restrict__ x, const data_t* __restrict__ added, float* __restrict__ parts, const __grid_constant__ NormShape shape,
-                        const long long of_groups) {
+    norm_planes_moments(const data_t* __restrict__ x, const data_t* __restrict__ added, float* __restrict__ parts, const __grid_constant__ NormShape shape) {
   NEXT_LAUNCH_MAY_COME
   AFTER_LAST_LAUNCH
   const Stand at(shape, blockIdx.x);
@@ -88,27 +76,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
     if (own >= (int)shape.across || channel >= channels) continue;
     Moments m = noted[0][i][own];
     for (int w = 1; w < WARPS; ++w) m.add(noted[w][i][own]);
-    m.mean += added ? to_float(added[(long long)at.image * channels + channel]) : 0;
-    if (of_groups) {
-      noted[0][i][own] = m;
-    } else {
-      to[channel] = m.mean;
-      to[channels + channel] = m.squares;
-    }
-  }
-  if (!of_groups) return;
-  __syncthreads();
-  const TileOfGroups groups(at, shape);
-  for (int g = threadIdx.x; g < groups.count; g += THREADS) {
-    const int begin = g * groups.each;
-    float mean = 0, sum = 0;
-    for (int c = begin; c < begin + groups.each; ++c) mean += noted[0][c % VEC][c / VEC].mean;
-    mean /= groups.each;
-    for (int c = begin; c < begin + groups.each; ++c) {
-      const Moments& m = noted[0][c % VEC][c / VEC];
-      sum += m.squares + m.n * (m.mean - mean) * (m.mean - mean);
-    }
-    ((float2*)parts)[((long long)at.image * shape.slices + at.slice) * shape.groups + groups.first + g] = make_float2(mean, sum);
+    to[channel] = m.mean + (added ? to_float(added[(long long)at.image * channels + channel]) : 0);
+    to[channels + channel] = m.squares;
   }
 }
 
@@ -148,37 +117,12 @@ extern "C" __global__ void __launch_bounds__(1024)
   stats[blockIdx.x] = make_float2(shape.rms ? 0 : (float)(near + sum / n), rstd_of((float)(left < 0 ? 0 : left), (float)n, shape));
 }
 
-// Mean and rstd of a block's groups, from the parts of their slices. `lanes` threads side by side have a group. The first block of an image notes them.
-DEVICE void combine_parts(float2* of_groups, const TileOfGroups& groups, const Stand& at, const data_t* x, const float2* parts, float2* stats,
-                          const NormShape& shape, int slices, int per) {
-  int lanes = 32;
-  while (lanes * groups.count > THREADS) lanes /= 2;
-  const int own = threadIdx.x / lanes, lane = threadIdx.x % lanes, group = groups.first + own, end = own < groups.count ? slices : 0;
-  const float2* const from = parts + (long long)at.image * slices * shape.groups + group;
-  const float whole = (float)per * groups.each, last = (float)((int)shape.pixels - (slices - 1) * per) * groups.each, n = (float)shape.pixels * groups.each;
-  float sum = 0, squares = 0;
-#pragma unroll 4
-  for (int s = lane; s < end; s += lanes) sum += (s == slices - 1 ? last : whole) * from[(long long)s * shape.groups].x;
-  for (int mask = lanes / 2; mask; mask /= 2) sum += __shfl_xor_sync(~0u, sum, mask);
-  const float mean = shape.rms ? 0 : sum / n;
-#pragma unroll 4
-  for (int s = lane; s < end; s += lanes) {
-    const float2 part = from[(long long)s * shape.groups];
-    squares += part.y + (s == slices - 1 ? last : whole) * (part.x - mean) * (part.x - mean);
-  }
-  for (int mask = lanes / 2; mask; mask /= 2) squares += __shfl_xor_sync(~0u, squares, mask);
-  if (end && lane == 0) {
-    const float near = shape.rms ? 0 : to_float(x[at.image * shape.pixels * shape.channels + (long long)group * groups.each]);
-    of_groups[own] = make_float2(near + mean, rstd_of(squares, n, shape));
-    if (stats && at.slice == 0) stats[at.image * (int)shape.groups + group] = of_groups[own];
-  }
-  __syncthreads();
-}
-
-// Applies a norm to a block's pixels: `stats_of` a group are known when `prepare` has been called.
-template <class Prepare, class StatsOf>
-DEVICE void apply_norm(const Stand& at, const data_t* x, const void* gamma, const void* beta, const data_t* added, data_t* out, const NormShape& shape,
-                       const Prepare& prepare, const StatsOf& stats_of) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
+    norm_planes_apply(const data_t* __restrict__ x, const float2* __restrict__ stats, const void* __restrict__ gamma, const void* __restrict__ beta,
+                      const data_t* __restrict__ added, data_t* __restrict__ out, const __grid_constant__ NormShape shape) {
+  NEXT_LAUNCH_MAY_COME
+  AFTER_LAST_LAUNCH
+  const Stand at(shape, gridDim.x - 1 - blockIdx.x);
   const int channels = (int)shape.channels, step = at.down * UNROLL;
   const long long offset = at.first_pixel(x, shape) - x;
   const data_t* const from = x + offset;
@@ -191,14 +135,13 @@ DEVICE void apply_norm(const Stand& at, const data_t* x, const void* gamma, cons
       if (pixel + u * at.down < at.end) raw[u] = load_last(from + (long long)(pixel + u * at.down) * channels);
   };
   fetch();  // on its way while the parameters are
-  prepare();
   float mean[VEC], a[VEC], b[VEC], more[VEC];
   const int first = at.inside ? at.column * VEC : 0;
   parameters_of(a, b, gamma_of(gamma, shape), beta_of(beta, shape), first);
   summands_of(more, added, (long long)at.image * channels + first);
 #pragma unroll
   for (int i = 0; i < VEC; ++i) {
-    const float2 s = stats_of(divided(first + i, shape.by_each));
+    const float2 s = stats[at.image * (int)shape.groups + divided(first + i, shape.by_each)];
     mean[i] = s.x - more[i];
     a[i] *= s.y;
   }
@@ -216,27 +159,4 @@ DEVICE void apply_norm(const Stand& at, const data_t* x, const void* gamma, cons
     pixel += step;
     fetch();
   }
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
-    norm_planes_apply(const data_t* __restrict__ x, const float2* __restrict__ stats, const void* __restrict__ gamma, const void* __restrict__ beta,
-                      const data_t* __restrict__ added, data_t* __restrict__ out, const __grid_constant__ NormShape shape) {
-  NEXT_LAUNCH_MAY_COME
-  AFTER_LAST_LAUNCH
-  const Stand at(shape, gridDim.x - 1 - blockIdx.x);
-  apply_norm(at, x, gamma, beta, added, out, shape, [] {}, [&](int group) { return stats[at.image * (int)shape.groups + group]; });
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS)
-    norm_parts_apply(const data_t* __restrict__ x, float2* __restrict__ stats, const void* __restrict__ gamma, const void* __restrict__ beta,
-                     const data_t* __restrict__ added, const float2* __restrict__ parts, data_t* __restrict__ out, const __grid_constant__ NormShape shape,
-                     const long long slices, const long long per) {
-  NEXT_LAUNCH_MAY_COME
-  AFTER_LAST_LAUNCH
-  __shared__ float2 of_groups[32 * VEC];
-  const Stand at(shape, gridDim.x - 1 - blockIdx.x);
-  const TileOfGroups groups(at, shape);
-  apply_norm(
-      at, x, gamma, beta, added, out, shape, [&] { combine_parts(of_groups, groups, at, x, parts, stats, shape, (int)slices, (int)per); },
-      [&](int group) { return of_groups[at.inside ? group - groups.first : 0]; });
 }

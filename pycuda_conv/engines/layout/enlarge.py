@@ -14,7 +14,7 @@ from pycuda_conv.runtime.base import BufferSlice, KernelLaunch
 
 THREADS = 256
 WORDS = (1, 2, 4, 8, 16)  # bytes of what a thread copies
-ROWS, MOST = 32, 288  # rows of a block of sum_taps.cu, and elements of a row that it keeps: half as many of float64
+ROWS, MOST = 32, 144  # rows of a block of sum_taps.cu, and elements of a row that it keeps: half as many of float64
 #: The most variants, as an engine says it.
 MOST_VARIANTS = {"cuda": 9, "opencl": 9}
 
