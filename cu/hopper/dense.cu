@@ -139,12 +139,11 @@ DEVICE void turn(const Shapes& shapes, const Ring& ring, uint32_t raw) {
     const int filter_blocks = blocks_of(shapes.of[of.phase], of);
     for (int step = range.first; step < range.last; ++step) {
       barrier_wait(raw + 8 * at.stage, at.parity);  // all warps wait: one that skipped a round would mistake the round before for its own
-      for (; block < MN_BLOCKS; block += TRANSPOSERS) {
+      for (; block < MN_BLOCKS; block += TRANSPOSERS)
         if (block < filter_blocks) transpose_block<2>(ring.stage(at) + A_BYTES + block * MN_BLOCK);
-        fence_for_bulk();
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) barrier_arrive(ring.arrived(at));
-      }
+      fence_for_bulk();
+      __syncwarp();  // all lanes have seen this round
+      if (threadIdx.x % 32 == 0) barrier_arrive(ring.arrived(at));  // without a block, too: a stage is not loaded again before all have waited
       block -= MN_BLOCKS;
       at.next();
     }
@@ -163,7 +162,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCK_M == 64
   float* wanted_moments = nullptr;
   IF_MOMENTS(if (OF_LAYER(WITH_MOMENTS, shapes.of[0].with_moments)) wanted_moments = moments;)
   for (int i = 0; TURNED && threadIdx.x == 0 && i < STAGES; ++i) barrier_init(raw + 8 * i, 1);
-  begin_block(ring, TURNED ? 1 + MN_BLOCKS : 1, CONSUMERS, [&] {
+  begin_block(ring, TURNED ? 1 + TRANSPOSERS : 1, CONSUMERS, [&] {
     const bool whole = span_of(LAST) == 128 || (int)shapes.of[0].channel_blocks > 1;
     const Source& first = sources.of[0];
     prefetch_map(whole ? &first.whole_filter : &first.last_filter);
