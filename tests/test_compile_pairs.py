@@ -111,7 +111,7 @@ def test_arrays_that_are_concatenated(where, how, kind, taken):  # noqa: F811
     torch.manual_seed(0)
     model = Joined(kind).to(memory_format=torch.channels_last)
     alike(lambda: copy.deepcopy(model), how, False, None, images(2, 8, 6, 5, channels_last=True, where=where))
-    cats = [n for gm in GRAPHS for n in gm.graph.nodes if n.target in (*joins._CATS, concatenation.cat)]
+    cats = [n for gm in GRAPHS for n in gm.graph.nodes if n.target in (*joins.CATS, concatenation.cat)]
     assert bool(cats) != taken and len(chains()) >= 1
 
 
@@ -133,7 +133,7 @@ def test_a_concatenation_that_stays_is_one_launch(where, kind, last, taken):  # 
     model = Kept(kind).to(memory_format=torch.channels_last if last else torch.contiguous_format)
     alike(lambda: copy.deepcopy(model), "light", False, None, images(2, 8, 6, 5, channels_last=last, where=where))
     targets = [n.target for gm in GRAPHS for n in gm.graph.nodes]
-    assert (concatenation.cat in targets) == taken and any(t in joins._CATS for t in targets) != taken
+    assert (concatenation.cat in targets) == taken and any(t in joins.CATS for t in targets) != taken
 
 
 @pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))

@@ -167,7 +167,8 @@ class Operands:
         self.count, self._torch = count, torch
         self.x = [laid_out(problem.input_shape, draw) for _ in range(count)]
         self.w = [laid_out(problem.weight_shape, draw, filter_order) for _ in range(count)]
-        self.out, self.kept = ([laid_out(problem.result_shape, unwritten) for _ in range(count)] for _ in range(2))
+        result_order = None if problem.direction == "wgrad" else problem.order  # every plan writes a filter's gradient in C order
+        self.out, self.kept = ([laid_out(problem.result_shape, unwritten, result_order) for _ in range(count)] for _ in range(2))
 
     def poison(self) -> None:
         """Fill every output with NaN."""
