@@ -183,8 +183,9 @@ def test_verify_ends_soon(fast_env, tmp_path, number, status):
         process.send_signal(number)
         sent = time.monotonic()
         out, err = process.communicate(timeout=100)
-    words = ["interrupted" if number == signal.SIGINT else "terminated", *["stopping: a kernel is still being compiled"] * (err.count("\n") - 1)]
-    assert (process.returncode, out, err.splitlines()) == (status, "", words) and len(words) <= 2
+    said = [line for line in err.splitlines() if line != "1 error generated."]  # which PoCL's compiler may say of what it gives up
+    words = ["interrupted" if number == signal.SIGINT else "terminated", *["stopping: a kernel is still being compiled"] * (len(said) - 1)]
+    assert (process.returncode, out, said) == (status, "", words) and len(words) <= 2
     assert time.monotonic() - sent < 10
 
 

@@ -280,7 +280,9 @@ def test_a_loss_curve_like_torch_s_is_right_and_another_is_wrong(cpu, monkeypatc
 def test_all_of_it_on_a_device_that_counts_as_a_gpu(cpu, capsys, tmp_path):
     file, page = tmp_path / "models.json", tmp_path / report.RESULTS_PAGE
     page.parent.mkdir()
-    page.write_text("before\n<!-- models:begin -->\nold\n<!-- models:end -->\n")
+    front = tmp_path / report.FRONT_PAGE
+    for each in (page, front):
+        each.write_text("before\n<!-- models:begin -->\nold\n<!-- models:end -->\n")
     assert main(["bench", "--models", "--training", "--quick", "--mode", "fp32", "bf16-nhwc", "--seed", "5", "--json", str(file), "--pages", str(tmp_path)]) == FAILED
     rows = json.loads(file.read_text())["rows"]
     assert [(row["network"], row["what"], row["mode"]) for row in rows] == [
@@ -299,6 +301,7 @@ def test_all_of_it_on_a_device_that_counts_as_a_gpu(cpu, capsys, tmp_path):
     assert err.count("\n") == len(rows) and "net, 4 images, bf16-nhwc, trained: light " in err
     text = page.read_text()
     assert text.startswith("before\n<!-- models:begin -->\nMeasured by `pycuda-conv bench --models --training --mode fp32 bf16-nhwc --quick`") and "| net | 4 | fp32 |" in text
+    assert front.read_text().startswith(f"before\n<!-- models:begin -->\n{model_rows.FRONT_WORDS}")
 
 
 @pytest.mark.parametrize("what", ["evaluated", "trained"])

@@ -15,7 +15,7 @@ from pycuda_conv.engines.direct.direct import Batched
 from pycuda_conv.engines.hopper.gemm import ImplicitGemm
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.tools import ablation, bench, choices, info, kernels, models, report, suite, terminal, training, tune, verify
-from pycuda_conv.tools.benchmarks import batchbench, coldbench, energybench, hostbench, hostcost, layerbench, loopbench
+from pycuda_conv.tools.benchmarks import batchbench, coldbench, energybench, hostbench, hostcost, layerbench, loopbench, numbersbench
 from pycuda_conv.tools.pictures import bench as picture_bench
 
 pytest.importorskip("rich", reason="the tables are drawn by rich")
@@ -95,6 +95,7 @@ def of_layers():
     out = terminal.console()
     out.print(layerbench.mean_table([layerbench.Mean(words, ((0.51, str(LONG)), (12345.6, str(SHORT)))) for words, *_ in layerbench.COMPARED], 35))
     out.print(energybench.row_table([energybench.Row("a training step of resnet50, 64 images, bf16-nhwc", layerbench.LAST, 12345.6, 123456.7)]))
+    out.print(terminal.table("fp32 by kind of numbers", numbersbench.COLUMNS, [numbersbench.Row(str(LONG), "subnormal").cells()], left=("layer", "numbers")))
     out.print(batchbench.slow_table([batchbench.Row(str(LONG), "volume", 64, "", 123456.7, 12345.6, str(CONFIG), str(CONFIG))]))
 
 
@@ -113,8 +114,8 @@ def of_lists():
 PRINTERS = {f.__name__.removeprefix("of_"): f for f in (of_tune, of_info, of_info_with_gpus, of_verify, of_bench, of_others, of_layers, of_kernels, of_lists)}
 #: By module, the calls of `table` that the functions above lead to: a new one needs a line there.
 CALLS = {
-    "ablation": 1, "batchbench": 1, "bench": 2, "choices": 1, "coldbench": 1, "energybench": 1, "hostbench": 2, "hostcost": 2, "info": 3, "kernels": 1, "layerbench": 1, "loopbench": 2, "model_rows": 1, "pictures.bench": 1,
-    "report": 1, "training": 1, "tune": 1, "verify": 1,
+    "ablation": 1, "batchbench": 1, "bench": 2, "choices": 1, "coldbench": 1, "energybench": 1, "hostbench": 2, "hostcost": 2, "info": 3, "kernels": 1, "layerbench": 1, "loopbench": 2, "model_rows": 1,
+    "numbersbench": 1, "pictures.bench": 1, "report": 1, "training": 1, "tune": 1, "verify": 1,
 }  # fmt: skip
 
 

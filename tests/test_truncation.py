@@ -42,8 +42,8 @@ def test_the_kernels_constants_are_the_models():
     text = (KERNEL_DIR / "core/truncation.cuh").read_text()
     for name in ("CUT", "STEADY"):
         assert float(re.search(rf"{name} = ([\d.e-]+)f", text)[1]) * 16 / 15 == getattr(truncation, name)
-    pointwise = (KERNEL_DIR / "hopper/pointwise.cu").read_text()
-    assert float(re.search(r"PROMOTED = ([\d.e-]+)f", pointwise)[1]) * 16 / 15 == truncation.PROMOTED
+    of_three = (KERNEL_DIR / "hopper/tf32_limbs.cuh").read_text()
+    assert float(re.search(r"PROMOTED = ([\d.e-]+)f", of_three)[1]) * 16 / 15 == truncation.PROMOTED
 
 
 @pytest.mark.parametrize("depth", [64, 128, 192, 576, 1152, 2304])

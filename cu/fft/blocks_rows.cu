@@ -13,7 +13,8 @@
 #include "core/portable.cuh"
 #include "fft/blocks.cuh"
 
-// An element of an image, at a row and a column that its border may show; 0 outside, and if it is not `wanted`. A select, not a branch: several loads can be under way at once.
+// An element of an image, at a row and a column that its border may show; 0 outside, and if it is not `wanted`. A select, not a branch: several loads can be
+// under way at once.
 WITHIN_KERNEL acc_t element(const GLOBAL_MEM data_t* image, const BlocksArguments* arg, int wanted, int row, int column) {
   acc_t v = 0;
   row = SHOWN(row, h, arg);

@@ -68,7 +68,8 @@ WITHIN_KERNEL void store_whole(schar* y, const acc_t (&v)[LANES]) { store_whole(
 WITHIN_KERNEL bool is_aligned(const void* p, int bytes) { return ((size_t)p & (bytes - 1)) == 0; }
 
 // Joins neighbouring sums with earlier ones if JOINED, and stores the first `count` of them. `fours`: y may be written LANES at once.
-template <bool JOINED> WITHIN_KERNEL void store_lanes(out_t* RESTRICT y, const acc_t* previous, const WindowArguments& arg, index_t at, int count, bool fours, acc_t (&v)[LANES]) {
+template <bool JOINED>
+WITHIN_KERNEL void store_lanes(out_t* RESTRICT y, const acc_t* previous, const WindowArguments& arg, index_t at, int count, bool fours, acc_t (&v)[LANES]) {
   if (JOINED && (arg.square || arg.add || arg.root)) {
 #pragma unroll
     for (int i = 0; i < LANES; ++i) {
@@ -87,7 +88,9 @@ template <bool JOINED> WITHIN_KERNEL void store_lanes(out_t* RESTRICT y, const a
 }
 
 // The same for a thread's ROWS rows, or slices, `apart` from one another, of which the first `rows` are inside.
-template <int ROWS, bool JOINED = true> WITHIN_KERNEL void store_rows(out_t* RESTRICT y, const acc_t* previous, const WindowArguments& arg, index_t at, index_t apart, int rows, int count, bool fours, acc_t (&v)[ROWS][LANES]) {
+template <int ROWS, bool JOINED = true>
+WITHIN_KERNEL void store_rows(out_t* RESTRICT y, const acc_t* previous, const WindowArguments& arg, index_t at, index_t apart, int rows, int count,
+    bool fours, acc_t (&v)[ROWS][LANES]) {
   if (fours && count >= LANES && rows >= ROWS && !(JOINED && (arg.square || arg.add || arg.root))) {
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) store_whole(y + at + i * apart, v[i]);
@@ -105,7 +108,8 @@ template <int ROWS, bool JOINED = true> WITHIN_KERNEL void store_rows(out_t* RES
 
 WITHIN_KERNEL void start_copy(acc_t* to, const in_t* from) {
 #if AS_THEY_ARE && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"((unsigned)__cvta_generic_to_shared(to)), "l"(from), "n"((int)sizeof(acc_t)), "r"((int)sizeof(acc_t)) : "memory");
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
+               ::"r"((unsigned)__cvta_generic_to_shared(to)), "l"(from), "n"((int)sizeof(acc_t)), "r"((int)sizeof(acc_t)) : "memory");
 #else
   *to = (acc_t)*from;
 #endif
@@ -135,7 +139,8 @@ WITHIN_KERNEL Columns columns_of(const in_t* x, const WindowArguments& arg, int 
 
 // Begins to load numbers `first`, first + 32, ... below `count` of rows `row` to row + rows of the slice at x; number i of a row comes from from + i, and goes to
 // there + place(i) in a row of `pitch` sums. A warp has 32 neighbours of every fourth row. A column is mapped once for all its rows.
-template <class Place> WITHIN_KERNEL void load_columns(const in_t* RESTRICT x, acc_t* RESTRICT to, int pitch, const WindowArguments& arg, int from, int first, int count, bool hidden,
+template <class Place>
+WITHIN_KERNEL void load_columns(const in_t* RESTRICT x, acc_t* RESTRICT to, int pitch, const WindowArguments& arg, int from, int first, int count, bool hidden,
                                                        int row, int rows, const Place& place) {
   const int colours = (int)arg.colours, columns = divided((int)arg.w, arg.by_colours), warp = LID_0 >> 5, front = (arg.pad_w > 0 ? (int)arg.pad_w : 0) + 3;
   const bool inside = row >= 0 && row + rows <= (int)arg.h;
@@ -170,12 +175,15 @@ template <class Place> WITHIN_KERNEL void load_columns(const in_t* RESTRICT x, a
 }
 
 // Begins to load `count` rows of the slice at x from `row` on to rows of `pitch` sums. With FOURS these begin at a multiple of four and nothing is moved.
-// Numbers that are no sums as they are come four at a time where they lie so, 32 neighbours of four rows a warp: with an odd pitch no two of its lanes use the same bank.
-template <bool FOURS> WITHIN_KERNEL void load_rows(const in_t* RESTRICT x, acc_t* RESTRICT to, int pitch, const WindowArguments& arg, const Columns& at, bool hidden, int row, int count) {
+// Numbers that are no sums as they are come four at a time where they lie so, 32 neighbours of four rows a warp: with an odd pitch no two of its lanes use the
+// same bank.
+template <bool FOURS>
+WITHIN_KERNEL void load_rows(const in_t* RESTRICT x, acc_t* RESTRICT to, int pitch, const WindowArguments& arg, const Columns& at, bool hidden, int row, int count) {
   const int lane = LID_0 & 31;
   int done = 0;
 #if !AS_THEY_ARE
-  const int warp = LID_0 >> 5, before = at.from < 0 ? (3 - at.from) & ~3 : 0, behind = ((int)arg.w - at.from) & ~3, most = (at.count + 3) & ~3, last = behind < most ? behind : most;
+  const int warp = LID_0 >> 5, before = at.from < 0 ? (3 - at.from) & ~3 : 0, behind = ((int)arg.w - at.from) & ~3, most = (at.count + 3) & ~3,
+            last = behind < most ? behind : most;
   if (at.fours && !hidden && row >= 0 && row + count <= (int)arg.h && before < last) {
     for (int down = 4 * warp + (lane >> 3); down < count; down += THREADS / 8) {
       const in_t* const line = x + (row + down) * (index_t)arg.x_h + at.from;
@@ -203,7 +211,8 @@ template <bool FOURS> WITHIN_KERNEL void load_rows(const in_t* RESTRICT x, acc_t
 // ---- sums
 
 // Up to eight taps of `slide`: with WHOLE all eight, and nothing is asked between them.
-template <bool WHOLE, class Load> WITHIN_KERNEL void slide_eight(acc_t (&sums)[8][LANES], acc_t (&v)[8][LANES], const acc_t* taps, int first, int left, const Load& load) {
+template <bool WHOLE, class Load>
+WITHIN_KERNEL void slide_eight(acc_t (&sums)[8][LANES], acc_t (&v)[8][LANES], const acc_t* taps, int first, int left, const Load& load) {
   acc_t tap[8], part[8][LANES];
 #pragma unroll
   for (int t = 0; t < 8; t += LANES) *(Lanes*)(tap + t) = *(const Lanes*)(taps + first + t);
@@ -222,8 +231,8 @@ template <bool WHOLE, class Load> WITHIN_KERNEL void slide_eight(acc_t (&sums)[8
     for (int lane = 0; lane < LANES; ++lane) sums[i][lane] += part[i][lane];
 }
 
-// sums[i][lane] += sum over t < count of taps[t] * the number that load(t + i) gives to the lane, for eight i. Eight numbers slide through registers. Eight taps at a
-// time are summed by themselves, which keeps more digits. No number is multiplied that the filter does not meet. `taps` has room for a multiple of eight.
+// sums[i][lane] += sum over t < count of taps[t] * the number that load(t + i) gives to the lane, for eight i. Eight numbers slide through registers. Eight
+// taps at a time are summed by themselves, which keeps more digits. No number is multiplied that the filter does not meet. `taps` has room for a multiple of eight.
 template <class Load> WITHIN_KERNEL void slide(acc_t (&sums)[8][LANES], const acc_t* taps, int count, const Load& load) {
   acc_t v[8][LANES];
 #pragma unroll

@@ -10,7 +10,9 @@ template <class F> WITHIN_KERNEL void each(acc_t (&sums)[8][LANES], const F& cha
 }
 
 // With SUM there are arg.t such filters, of as many taps each, whose results are added; with arg.square their squares are, and with arg.root y is the root of that.
-template <bool SUM> WITHIN_KERNEL void filter_strip(const in_t* RESTRICT x, const acc_t* RESTRICT filters, const acc_t* previous, out_t* RESTRICT y, const WindowArguments& arg, acc_t* room) {
+template <bool SUM>
+WITHIN_KERNEL void filter_strip(const in_t* RESTRICT x, const acc_t* RESTRICT filters, const acc_t* previous, out_t* RESTRICT y,
+                                const WindowArguments& arg, acc_t* room) {
   const Tile at = tile_of(arg, (int)GID_0);
   const int taps_h = (int)arg.r, taps_w = (int)arg.s, more = taps_h ? taps_h - 1 : 0, step = (int)arg.step, pitch = (int)arg.pitch, wide = (int)arg.wide;
   const int tile_q = (int)arg.tile_q, colours = (int)arg.colours, width = (int)arg.q - at.q < tile_q ? (int)arg.q - at.q : tile_q;

@@ -81,7 +81,7 @@ CASES = Cases(
     ranged=[(RANGED, mode, FewInputs(48, 16), RANGES) for mode in ("fp32 last", "fp32")],
     broken=[
         Broken((TAPS, "fp16 last", FewInputs(32, 16)), [
-            ("__syncthreads();  // the patch before has been read", ""), ("    __syncthreads();\n#if TYPE == 32", "#if TYPE == 32"),
+            ("__syncthreads();  // the patch before has been read", ""), ("    __syncthreads();\n    if (arg.bordered)", "    if (arg.bordered)"),
             ("odd ? (uint32_t)arg.copy_at : now", "now"), ("copies_wait<1>();", "copies_wait<2>();"), ("(uint32_t)arg.stage_bytes - now);", "now);"),
             ("if (i >= (int)arg.words) at = mask = 0;", "if (i >= (int)arg.words) at = 0;"), ("/ NEIGHBOURS * 2 + k % 2", "/ 4 * 2 + k % 2"),
         ], seeds=range(1, 6), multiprocessors=1, arrays=beside),

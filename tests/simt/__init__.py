@@ -134,13 +134,24 @@ def map_of(described: TensorMap, address: int) -> Map:
 
 def text_with(step: KernelLaunch, part: str) -> str:
     """A kernel's text, with those of our own headers that have `part` in place of their names, so that it can be broken there too."""
+    placed = set()
 
     def header(found: re.Match) -> str:
         file = KERNEL_DIR / found[1]
-        text = INCLUDE.sub(header, file.read_text()) if file.exists() else ""
-        return text if part in text else found[0]
+        if part not in whole_text(file):
+            return found[0]
+        if file in placed:  # each once, as its #pragma says
+            return ""
+        placed.add(file)
+        return INCLUDE.sub(header, file.read_text())
 
     return INCLUDE.sub(header, step.source())
+
+
+@cache
+def whole_text(file: Path) -> str:
+    """A header's text with those of the headers that it includes."""
+    return INCLUDE.sub(lambda found: whole_text(KERNEL_DIR / found[1]), file.read_text()) if file.exists() else ""
 
 
 INCLUDE = re.compile(r'^#include "([\w/]+\.cuh)"$', re.M)

@@ -95,6 +95,8 @@ def _worth_comparing(problem: ConvProblem) -> Iterator[ImplicitGemm]:
     for tile in ordinary_tiles(seldom, products(problem) == 3, dense):
         if tile.BLOCK_M == 128 and problem.result_channels // problem.groups <= 64:
             continue
+        if tile.is_twin and math.prod(problem.filter_size) == 1:  # none of these was timed
+            continue
         if tile.is_pingpong and problem.layout == "NHWC" and tile.BLOCK_N % 32:  # rows of channels by TMA: multiples of 32
             continue
         if tile.is_pingpong and problem.has_residual and tile.BLOCK_N > 160:  # registers do not hold both the sums and the residual
