@@ -39,6 +39,14 @@ struct PoolArguments {
   long long divisor, padded;                                               // of means
 };
 
+// A thread's channels from its sums.
+DEVICE Channels rounded(const float (&v)[V]) {
+  Channels made;
+#pragma unroll
+  for (int i = 0; i < V; ++i) made.v[i] = from_float<data_t>(v[i]);
+  return made;
+}
+
 // A thread's pixel and channels.
 struct Place {
   int image, row, column, group;
@@ -112,10 +120,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) max_pool_backward(const Ch
       for (int i = 0; i < V; ++i) sum[i] += taken.v[i] == tap ? to_float(read.v[i]) : 0;
     }
   }
-  Channels made;
-#pragma unroll
-  for (int i = 0; i < V; ++i) made.v[i] = from_float<data_t>(sum[i]);
-  dx[thread] = made;
+  dx[thread] = rounded(sum);
 }
 
 // What a window's sum is multiplied by; its first tap is at (h0, w0).
@@ -167,8 +172,5 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       for (int i = 0; i < V; ++i) sum[i] = fmaf(to_float(read.v[i]), share, sum[i]);
     }
   }
-  Channels made;
-#pragma unroll
-  for (int i = 0; i < V; ++i) made.v[i] = from_float<data_t>(sum[i]);
-  dx[thread] = made;
+  dx[thread] = rounded(sum);
 }
