@@ -18,7 +18,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from dump_launches import fake
+from dump_launches import digest, fake
 
 from pycuda_conv import engines
 from pycuda_conv.engines import calibration, registry
@@ -61,10 +61,6 @@ def said(problem: ConvProblem, number: int, sentences: bool) -> Iterator[str]:
         config = some(cls, r)
         why = engines.refusal(problem, config, device)
         yield f"    {config}: {why if sentences else 'refused' if why else 'taken'}"
-
-
-def digest(lines: Any) -> str:
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def main() -> None:

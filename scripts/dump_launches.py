@@ -60,7 +60,7 @@ class Dump:
         chosen = engines.choose(problem, device)
         predicted = [f"{us!r} {config}" for us, config in engines.predictions(problem, device)] if device.backend == "cuda" else []
         candidates = engines.candidates(problem, device)
-        yield f"  {len(predicted)} predictions {_digest(predicted)}, {len(candidates)} candidates {_digest(map(str, candidates))}"
+        yield f"  {len(predicted)} predictions {digest(predicted)}, {len(candidates)} candidates {digest(map(str, candidates))}"
         tuned = tune.lookup(problem, device)
         others = [config for config in candidates if config != chosen]
         sampled = random.Random(f"{problem} {device.capability}").sample(others, min(self.sample, len(others)))
@@ -69,7 +69,7 @@ class Dump:
             yield f"    filter packed as {engines.filter_key(problem, config)}"
             for with_moments in (False, True)[: 1 + (how == "chosen")]:
                 schedule = list(self._schedule(engines.schedule(problem, config, device, with_moments)))
-                yield from [f"    {_digest(schedule)}"] if self.short else schedule
+                yield from [f"    {digest(schedule)}"] if self.short else schedule
 
     def _schedule(self, schedule: Any) -> Iterator[str]:
         sizes = schedule.workspace_bytes, schedule.filter_bytes
@@ -99,7 +99,8 @@ def _map(described: TensorMap) -> str:
     return f"{place} {described.dtype} {described.sizes} by {described.strides} in {described.box} over {described.span}"
 
 
-def _digest(lines: Any) -> str:
+def digest(lines: Any) -> str:
+    """Short words for many lines."""
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -215,6 +215,17 @@ def torch_gradient(problem: ConvProblem) -> Callable[..., Any]:
 
 
 @contextmanager
+def _attribute_set(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute, and set it back at the end."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextmanager
 def torch_precision(precision: str) -> Iterator[str]:
     """Set the arithmetic of cuDNN's float32 convolutions inside the block; gives words for what was set.
 
@@ -228,12 +239,8 @@ def torch_precision(precision: str) -> Iterator[str]:
         owner, name, value = conv, "fp32_precision", "tf32" if precision == "tf32" else "ieee"
     else:
         owner, name, value = cudnn, "allow_tf32", precision == "tf32"
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
+    with _attribute_set(owner, name, value):
         yield f"torch.backends.cudnn.{'conv.' if owner is conv else ''}{name} = {value!r}"
-    finally:
-        setattr(owner, name, before)
 
 
 @contextmanager
@@ -244,24 +251,13 @@ def precision_set(torch: Any, part: str, precision: str) -> Iterator[None]:
     name = "fp32_precision"
     if not hasattr(owner, name):  # before torch 2.9
         owner, name, value = torch.backends.cudnn if part == "cudnn" else owner, "allow_tf32", precision == "tf32"
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
+    with _attribute_set(owner, name, value):
         yield
-    finally:
-        setattr(owner, name, before)
 
 
-@contextmanager
-def cudnn_set(torch: Any, name: str, value: bool) -> Iterator[None]:
+def cudnn_set(torch: Any, name: str, value: bool) -> AbstractContextManager[None]:
     """Set one of cuDNN's switches in torch, and set it back at the end."""
-    cudnn = torch.backends.cudnn
-    before = getattr(cudnn, name)
-    setattr(cudnn, name, value)
-    try:
-        yield
-    finally:
-        setattr(cudnn, name, before)
+    return _attribute_set(torch.backends.cudnn, name, value)
 
 
 # ---- the reference of a layer on a GPU
