@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from pycuda_conv.engines.base import AMONG_TRANSFORMS, Config, fastest
-from pycuda_conv.engines.costs import costs, spread
+from pycuda_conv.engines.costs import MULTIPROCESSORS, costs, spread
 from pycuda_conv.engines.geometry import accumulator_bytes, arguments, bits, ceil, filter_strides, needs_64_bits
 from pycuda_conv.engines.limits import NOT_EMPTY, TWO_AXES, UNIT_STEPS, Takes, Tiles
 from pycuda_conv.engines.schedule import (
@@ -326,7 +326,7 @@ def time(problem: ConvProblem, config: Fft, device: Device) -> float:
     alone = 2 * _shared_bytes(problem, config) > shared_limit(device)
     pair = tiles.frequencies * math.log2(tiles.frequencies) * (COST.STAGE if alone else COST.TOGETHER) * (size // 4) ** 2
     read, written = (channels * tiles.pairs for channels in (problem.operand_channels, problem.result_channels))
-    scale = 132 / device.multiprocessors
+    scale = MULTIPROCESSORS / device.multiprocessors
     spectrum = 2 * tiles.frequencies * size
 
     def rounds(count: float) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 
 from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing, phase_addressing
 from pycuda_conv.engines.base import Config
-from pycuda_conv.engines.costs import costs
+from pycuda_conv.engines.costs import MULTIPROCESSORS, costs
 from pycuda_conv.engines.geometry import ceil, forward_of, phases
 from pycuda_conv.engines.hopper.common import CLOCK, map_type, pixel_cycles, stage_channels
 from pycuda_conv.problem import ConvProblem
@@ -89,7 +89,7 @@ def fold_level(problem: ConvProblem) -> int:
     def microseconds(level: int) -> float:
         folded = fold_taps(problem, level)
         blocks = ceil(folded.C, block_channels(problem)) * math.prod(folded.filter_size)
-        loading = blocks * position_count(problem) * pixel_cycles(problem.itemsize * folded.C) / CLOCK / 132
+        loading = blocks * position_count(problem) * pixel_cycles(problem.itemsize * folded.C) / CLOCK / MULTIPROCESSORS
         size = math.prod(folded.input_shape)
         if folded.C == forward.C and not level:
             return loading

@@ -15,7 +15,7 @@ from itertools import product
 from typing import Any
 
 from pycuda_conv.engines.base import Config, fastest
-from pycuda_conv.engines.costs import costs
+from pycuda_conv.engines.costs import MULTIPROCESSORS, costs
 from pycuda_conv.engines.geometry import (
     Phase,
     arguments,
@@ -444,7 +444,7 @@ def time(problem: ConvProblem, config: Dmma, device: Device) -> float:
     if form.ONE_TAP:
         tile = OF_ONE_TAP[config.BLOCK_M, config.BLOCK_N]
     at_once, rate = len(tile.rates), tile.rates[-1]
-    products = 2 * config.BLOCK_M * config.BLOCK_N * BLOCK_K / (rate * 1e6 / 132)
+    products = 2 * config.BLOCK_M * config.BLOCK_N * BLOCK_K / (rate * 1e6 / MULTIPROCESSORS)
     stage = math.hypot(products, COST.LINE * _lines(problem, config, form))
     channels = problem.operand_channels // problem.groups
     blocks = [

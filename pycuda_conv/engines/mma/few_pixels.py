@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from pycuda_conv.engines.base import Config
-from pycuda_conv.engines.costs import costs
+from pycuda_conv.engines.costs import MULTIPROCESSORS, costs
 from pycuda_conv.engines.geometry import Phase, arguments, ceil, count_phases, phases, places
 from pycuda_conv.engines.hopper.common import MOST_SHARED
 from pycuda_conv.engines.limits import HOPPER, IN_32_BITS, NOT_EMPTY, TWO_AXES, Takes, Tiles, types
@@ -248,7 +248,7 @@ def time(problem: ConvProblem, config: FewPixels, device: Device) -> float:
     assert tile is not None
     first, blocks, groups = tile.phases[0], _blocks(problem, config), WARPS * WARP_M // config.BLOCK_M
     fitting = 1 if products(problem) == 3 or 2 * (tile.shared + STATIC_SHARED) > MOST_SHARED else 2  # on a multiprocessor
-    alone = max(device.multiprocessors * COST.AT_ONCE[config.CLUSTER] // 132, 1)  # clusters
+    alone = max(device.multiprocessors * COST.AT_ONCE[config.CLUSTER] // MULTIPROCESSORS, 1)  # clusters
     rounds, beside = ceil(blocks, alone * fitting * config.CLUSTER), min(fitting, ceil(blocks, alone * config.CLUSTER))
     whole, rest = divmod(first.part, first.stage_units)
     steps = whole * ceil(first.stage_units * first.taps, groups) + ceil(rest * first.taps, groups)
