@@ -2,21 +2,22 @@
 
 The image is copied with its border, in the arithmetic's type, and another engine convolves the copy. An engine that packs images writes the
 border while it does so: then nothing is copied. The gradient by the input is that of the wider image, whose border is then added to the
-pixels that it shows. A result of integers is rounded behind the other engine.
+pixels that it shows; or that of an image among zeros, to whose rims a launch adds what the border shows of them. A result of integers is
+rounded behind the other engine.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from pycuda_conv.engines import registry
 from pycuda_conv.engines.base import LAST_RESORT, Config
-from pycuda_conv.engines.compose.delegate import delegate_order, delegate_refusal, delegated, moved, parsed, worth_comparing
+from pycuda_conv.engines.compose.delegate import delegate_order, delegate_refusal, moved, parsed, worth_comparing
 from pycuda_conv.engines.costs import costs, spread
-from pycuda_conv.engines.layout import border_copy
+from pycuda_conv.engines.layout import border_copy, rims
 from pycuda_conv.engines.schedule import INPUT, RESULT, WORKSPACE, Arena, Buffer, Schedule
 from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.problem import ConvProblem
@@ -25,9 +26,10 @@ from pycuda_conv.runtime.base import Device, KernelLaunch
 
 @dataclass(frozen=True)
 class Bordered(Config):
-    """The configuration for the image with its border, as text."""
+    """The configuration for the image with its border, or with `RIMS` for the one among zeros, as text."""
 
     DELEGATE: str = "Gemm()"
+    RIMS: bool = False
 
     FORMER: ClassVar[Mapping[str, str]] = {"INNER": "DELEGATE"}
 
@@ -35,7 +37,7 @@ class Bordered(Config):
 CONFIGS = (Bordered,)
 LAYOUTS = "NCHW", "NHWC", "CNHW", "CHWN"
 TENSOR_CORES = True
-MOST_VARIANTS = border_copy.MOST_VARIANTS
+MOST_VARIANTS = {"cuda": 30, "opencl": 13}
 
 
 # ---- what runs
@@ -46,8 +48,10 @@ def adapts(problem: ConvProblem) -> bool:
     return True
 
 
-def _padded(problem: ConvProblem) -> ConvProblem:
-    """The problem of the other engine, on the wider image, as it is launched."""
+def _padded(problem: ConvProblem, config: Bordered | None = None) -> ConvProblem:
+    """The problem of the other engine as it is launched: on the wider image, or on the one among zeros."""
+    if config is not None and config.RIMS:
+        return replace(problem, border=None, border_value=0.0).launched
     return problem.padded.launched
 
 
@@ -55,7 +59,7 @@ def refusal(problem: ConvProblem, config: Bordered) -> str | None:
     """Why `config` can't run `problem`, or None if it can."""
     if not problem.adapted or problem.upsampled:
         return "it is for images with borders, and for integers"
-    return delegate_refusal(_padded(problem), config.DELEGATE)
+    return (config.RIMS and rims.refusal(problem)) or delegate_refusal(_padded(problem, config), config.DELEGATE)
 
 
 def alike(problem: ConvProblem, config: Config) -> Config:
@@ -63,7 +67,7 @@ def alike(problem: ConvProblem, config: Config) -> Config:
     if isinstance(config, Bordered):
         return config if problem.adapted else parsed(config.DELEGATE) or config
     takes = registry.adapts(registry.engine_of(config), problem.launched)
-    return Bordered(str(config)) if problem.adapted and not takes else config
+    return Bordered(str(config), rims.refusal(problem.launched) is None) if problem.adapted and not takes else config
 
 
 # ---- launches
@@ -79,7 +83,7 @@ def _folds(problem: ConvProblem, delegate: Config | None) -> bool:
 def copies(problem: ConvProblem, config: Bordered) -> bool:
     """Whether the image, or a gradient by it, is copied by a launch of its own."""
     delegate = parsed(config.DELEGATE)
-    return _copies(problem, delegate) or _folds(problem, delegate)
+    return not config.RIMS and (_copies(problem, delegate) or _folds(problem, delegate))
 
 
 def _copies(problem: ConvProblem, delegate: Config | None) -> bool:
@@ -91,8 +95,10 @@ def _copies(problem: ConvProblem, delegate: Config | None) -> bool:
 
 def schedule(problem: ConvProblem, config: Bordered, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`; they note no moments."""
-    delegate, padded = parsed(config.DELEGATE), _padded(problem)
+    delegate, padded = parsed(config.DELEGATE), _padded(problem, config)
     assert delegate is not None
+    if config.RIMS:
+        return _with_rims(problem, registry.schedule(padded, delegate, device))
     scratch = Arena(WORKSPACE)
     reads = registry.adds_border(problem, delegate)
     made = registry.schedule_with_border(problem, delegate, device) if reads else registry.schedule(padded, delegate, device)
@@ -121,18 +127,30 @@ def schedule(problem: ConvProblem, config: Bordered, device: Device, with_moment
     return Schedule(moved(made.prepare, places), steps, whole, scratch.used, made.filter_bytes, redoes, filter_last=last_form)
 
 
+def _with_rims(problem: ConvProblem, made: Schedule) -> Schedule:
+    """The launches of an image among zeros, and behind them the one that adds to its rims."""
+
+    def followed(steps: list[list[KernelLaunch]], filter_last: bool = False) -> list[list[KernelLaunch]]:
+        return [*steps, [rims.launch(problem, filter_last)]]
+
+    last = made.filter_last and followed(made.filter_last, True)
+    return replace(made, steps=followed(made.steps), whole=followed(made.whole), filter_last=last, moments=None)
+
+
 def sum_order(problem: ConvProblem, config: Bordered) -> Hashable:
     """That of the delegate's engine, for its configurations."""
     delegate = parsed(config.DELEGATE)
     if delegate is None:
         return config
     # a kernel that reads the border may cut a row elsewhere
-    return delegate_order(_padded(problem), config), registry.adds_border(problem, delegate)
+    reads = not config.RIMS and registry.adds_border(problem, delegate)
+    return delegate_order(_padded(problem, config), config), reads, config.RIMS
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each type."""
     yield from border_copy.variants(device)
+    yield from rims.variants()
 
 
 # ---- the choice
@@ -140,6 +158,26 @@ def variants(device: Device) -> Iterator[VariantSet]:
 COST = costs("compose.bordered")
 BEST = 3  # predictions of the other engines that are worth comparing
 SEVERAL = 24  # predictions among which there may be one that needs no copy
+
+
+def filter_key(problem: ConvProblem, config: Bordered) -> Hashable:
+    """That of the delegate."""
+    delegate = parsed(config.DELEGATE)
+    return None if delegate is None else registry.filter_key(_padded(problem, config), delegate)
+
+
+def time(problem: ConvProblem, config: Bordered, device: Device) -> float | None:
+    """Microseconds: the delegate's, and those of the launches around it."""
+    delegate = parsed(config.DELEGATE)
+    us = None if delegate is None else registry.predicted(_padded(problem, config), delegate, device)
+    if us is None or delegate is None:
+        return None
+    return us + (_rims_us(problem, device) if config.RIMS else _overhead_us(problem, delegate, device))
+
+
+def _rims_us(problem: ConvProblem, device: Device) -> float:
+    """Microseconds of the launch that adds to the rims."""
+    return COST.BEGIN + spread(rims.work(problem) / COST.RIMS, device.multiprocessors)
 
 
 def _overhead_us(problem: ConvProblem, delegate: Config | None, device: Device) -> float:
@@ -162,13 +200,13 @@ def _overhead_us(problem: ConvProblem, delegate: Config | None, device: Device) 
     return us + spread(moved_bytes / COST.MEMORY, device.multiprocessors)
 
 
-filter_key, _, time = delegated(_padded, _overhead_us)
-
-
 def configs(problem: ConvProblem, device: Device) -> Iterator[Bordered]:
     """The configurations worth comparing for `problem`, around those of the other engines."""
     if problem.adapted:
         yield from map(Bordered, worth_comparing(_padded(problem), device, BEST))
+    if rims.refusal(problem) is None:
+        zeros = worth_comparing(_padded(problem, Bordered(RIMS=True)), device, BEST)
+        yield from (Bordered(delegate, True) for delegate in zeros)
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, Bordered] | None:
@@ -189,4 +227,9 @@ def choose(problem: ConvProblem, device: Device) -> tuple[float, Bordered] | Non
                 its = time(problem, Bordered(str(other)), device)
                 if its is not None and its < us:
                     us, found = its, Bordered(str(other))
+    if rims.refusal(problem) is None:
+        among_zeros = registry.find(_padded(problem, Bordered(RIMS=True)), device)
+        its = None if among_zeros is None else time(problem, Bordered(str(among_zeros), True), device)
+        if its is not None and its < us:
+            us, found = its, Bordered(str(among_zeros), True)
     return us, found
