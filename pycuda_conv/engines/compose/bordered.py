@@ -98,7 +98,7 @@ def schedule(problem: ConvProblem, config: Bordered, device: Device, with_moment
     delegate, padded = parsed(config.DELEGATE), _padded(problem, config)
     assert delegate is not None
     if config.RIMS:
-        return _with_rims(problem, registry.schedule(padded, delegate, device))
+        return _with_rims(problem, device, registry.schedule(padded, delegate, device))
     scratch = Arena(WORKSPACE)
     reads = registry.adds_border(problem, delegate)
     made = registry.schedule_with_border(problem, delegate, device) if reads else registry.schedule(padded, delegate, device)
@@ -127,11 +127,11 @@ def schedule(problem: ConvProblem, config: Bordered, device: Device, with_moment
     return Schedule(moved(made.prepare, places), steps, whole, scratch.used, made.filter_bytes, redoes, filter_last=last_form)
 
 
-def _with_rims(problem: ConvProblem, made: Schedule) -> Schedule:
+def _with_rims(problem: ConvProblem, device: Device, made: Schedule) -> Schedule:
     """The launches of an image among zeros, and behind them the one that adds to its rims."""
 
     def followed(steps: list[list[KernelLaunch]], filter_last: bool = False) -> list[list[KernelLaunch]]:
-        return [*steps, [rims.launch(problem, filter_last)]]
+        return [*steps, [rims.launch(problem, device, filter_last)]]
 
     last = made.filter_last and followed(made.filter_last, True)
     return replace(made, steps=followed(made.steps), whole=followed(made.whole), filter_last=last, moments=None)
@@ -150,7 +150,7 @@ def sum_order(problem: ConvProblem, config: Bordered) -> Hashable:
 def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each type."""
     yield from border_copy.variants(device)
-    yield from rims.variants()
+    yield from rims.variants(device)
 
 
 # ---- the choice

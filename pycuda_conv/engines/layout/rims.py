@@ -1,4 +1,4 @@
-"""Launches of ``cu/layout/rims.cu``: what a border adds to a gradient by the input that was computed as if there were zeros."""
+"""What a border adds to a gradient by the input that was computed as if there were zeros: ``cu/layout/rims.cu``, ``cu/mma/rims_product.cu``."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ from pycuda_conv.engines.geometry import read_strides, written_strides
 from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, grid_refusal
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.variants import FLAG, Defines, VariantSet
+from pycuda_conv.engines.tensor_cores import ELEMENTS, products
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
-from pycuda_conv.runtime.base import KernelLaunch
+from pycuda_conv.runtime.base import Device, KernelLaunch
 
 THREADS = 256
 VECTORS = {"float16": 8, "bfloat16": 8, "float32": 4, "float64": 1}  # neighbouring channels of a thread where each is a group
 
-RimsArguments = kernel_struct("rims", "RimsArguments")
+LEAST_CHANNELS = 16  # of a group, from which on tensor cores multiply
+PIXELS, CHANNELS = 64, 64  # of a block on tensor cores
+
+RimsArguments = kernel_struct("rims.cuh", "RimsArguments")
 
 
 def runs(problem: ConvProblem) -> list[list[tuple[int, int]]]:
@@ -69,9 +73,15 @@ def _threads(problem: ConvProblem) -> tuple[int, int, int]:
     return pixels(problem) * chunks * ceil(outer, items), chunks, outer
 
 
-def launch(problem: ConvProblem, filter_last: bool = False) -> KernelLaunch:
-    """The launch, which follows those of :attr:`ConvProblem.without_border`. `filter_last`: the filter's second axis is last in memory."""
-    size, chunks, outer = _threads(problem)
+def on_tensor_cores(problem: ConvProblem, device: Device) -> bool:
+    """Whether the launch multiplies on tensor cores."""
+    able = device.backend == "cuda" and device.capability >= (8, 0) and problem.dtype != "float64"
+    return able and min(problem.C, problem.K) // problem.groups >= LEAST_CHANNELS
+
+
+def launch(problem: ConvProblem, device: Device, filter_last: bool = False) -> KernelLaunch:
+    """The launch, which follows those for zeros around the image. `filter_last`: the filter's second axis is last in memory."""
+    (size, chunks, outer), tiles = _threads(problem), ceil(pixels(problem) * problem.N, PIXELS)
     dy, dx, (_, w_c, w_k), w_tap = read_strides(problem), written_strides(problem), filter_strides(problem), 1
     if filter_last:
         w_c, w_k, w_tap = filter_last_strides(problem)
@@ -80,7 +90,7 @@ def launch(problem: ConvProblem, filter_last: bool = False) -> KernelLaunch:
     rim = [sum(count for _, count in axis) for axis in parts]
     plain = [n - own for n, own in zip(problem.input_size, rim, strict=True)]
     args = arguments(
-        RimsArguments, size=size, rims=pixels(problem), outer=outer, channels=problem.C, chunks=chunks, c=problem.C // problem.groups,
+        RimsArguments, size=size, rims=pixels(problem), outer=outer, images=problem.N, tiles=tiles, channels=problem.C, chunks=chunks, c=problem.C // problem.groups,
         k=problem.K // problem.groups, dx_image=dx.image, dx_channel=dx.channel, dx_pixel=dx.pixel, dy_image=dy.image,
         dy_channel=dy.channel, dy_pixel=dy.pixel, w_k=w_k, w_c=w_c, w_tap=w_tap,
         **by_axis("", problem.input_size), **by_axis("", problem.output_size, "opq"), **by_axis("", problem.filter_size, "trs"),
@@ -90,6 +100,11 @@ def launch(problem: ConvProblem, filter_last: bool = False) -> KernelLaunch:
         **by_axis("low_", [low for (low, _), _ in parts]), **by_axis("lows_", [count for (_, count), _ in parts]),
         **by_axis("high_", [high for _, (high, _) in parts]), **by_axis("rim_", rim), **by_axis("plain_", plain),
     )  # fmt: skip
+    if on_tensor_cores(problem, device):
+        blocks = tiles * ceil(problem.C // problem.groups, CHANNELS) * problem.groups
+        wide = problem.layout == "NHWC" and problem.K // problem.groups * problem.itemsize % 16 == 0
+        texts = {"TYPE": ELEMENTS[problem.dtype], "PRODUCTS": products(problem), "WIDE_LOADS": int(wide)}
+        return KernelLaunch("rims_product", texts, blocks, 256, (INPUT, WEIGHT, RESULT), (), arguments=args)
     defines = {
         "DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(needs_64_bits(problem)), "THREADS": THREADS,
         "NHWC": int(problem.layout == "NHWC"), "VECTOR": _vector(problem),
@@ -102,9 +117,12 @@ def _goes(defines: Defines) -> bool:
     return defines["VECTOR"] in ((1, vector) if defines["NHWC"] else (1,))
 
 
-def variants() -> Iterator[VariantSet]:
+def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each type and layout."""
     choices = {
         "DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "THREADS": (THREADS,), "NHWC": FLAG, "VECTOR": (1, 4, 8),
     }
     yield VariantSet("rims", choices, _goes)
+    if device.backend == "cuda" and device.capability >= (8, 0):
+        choices = {"TYPE": (16, 17, 32), "PRODUCTS": (1, 3), "WIDE_LOADS": FLAG}
+        yield VariantSet("rims_product", choices, lambda defines: defines["PRODUCTS"] == 1 or defines["TYPE"] == 32)
