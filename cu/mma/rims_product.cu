@@ -1,12 +1,13 @@
-// rims_product.cu: what a border adds to the gradient by the input, as layout/rims.cu does it, for many channels on the tensor cores.
+// rims_product.cu: the results of a convolution that a border changes, as layout/rims.cu computes them, for many channels on the tensor cores.
 //
-//   dx[pixel, c] += sum over the places outside that show the pixel, the taps that lead from there to a pixel j of dy, and k of dy[j, k] * w[k, c, tap]
-//   gemm m: pixel of the rims of all images | gemm n: channel of dx in its group | gemm k: (place, tap, channel of dy)
+//   forward   y[result, k] = epilogue(sum over taps and c of x[pixel, c] * w[k, c, tap]), once more
+//   GRADIENT  y[result, c] += sum over the places outside that show it, the taps and k of x[pixel, k] * w[k, c, tap]
+//   gemm m: result of the rims of all images | gemm n: channel of y in its group | gemm k: (place, tap, channel of x)
 //
-// Mapping  block -> 64 pixels x 64 channels. Pixels come region by region; in a region by their place in the rims, then by image, so that those of a block
-//          mostly have the same places and taps: it goes through all, and skips those by which none of its pixels meets dy. warp -> 32 pixels x 16 channels.
-// Memory   shared: 128 bytes of channels of dy for each pixel, and of w for each channel of dx, 16 bytes apart for ldmatrix; and for each place and tap which
-//          pixel of dy each pixel meets. The next channels are on their way to registers during a product.
+// Mapping  block -> 64 results x 64 channels. Results come region by region; in a region by their place in the rims, then by image, so that those of a block
+//          mostly have the same places and taps: it goes through all, and skips those by which none of its results meets x. warp -> 32 results x 16 channels.
+// Memory   shared: 128 bytes of channels of x for each result, and of w for each channel of y, 16 bytes apart for ldmatrix; and for each place and tap which
+//          pixel of x each result meets. The next channels are on their way to registers during a product.
 // Sums     PRODUCTS = 3: float32 numbers are split into two TF32 numbers, and three of their products added. After 128 bytes of channels the sum is added to
 //          a float32 sum, because the tensor core truncates its own. What is not finite is summed once more in plain float32.
 //
@@ -14,8 +15,10 @@
 #ifndef TYPE
 #define TYPE 16       // of the arrays: 32 float, 16 half, 17 bfloat16
 #define PRODUCTS 1    // 3: float32 arithmetic
-#define WIDE_LOADS 0  // whether 16 bytes of channels of dy are neighbours in memory, and are loaded at once
+#define WIDE_LOADS 0  // whether 16 bytes of channels of x are neighbours in memory, and are loaded at once
 #endif
+#define MOMENTS 0
+#include "core/finish.cuh"
 #include "core/tf32.cuh"
 #include "mma/fragments.cuh"
 typedef long long long_t;
@@ -27,13 +30,13 @@ typedef element<TYPE> data_t;
 constexpr int STEP = 128 / sizeof(data_t), IN_WORD = 4 / sizeof(data_t);  // channels of a step, and of a word
 [[maybe_unused]] constexpr int LARGER = 4096;  // core/tf32.cuh
 
-// A pixel of the rims, and the places that show it.
+// A result in the rims, and the places that it has.
 struct Rim {
   int image, pixel;
-  Shown of_d, of_h, of_w;
+  Places of_d, of_h, of_w;
   DEVICE Rim(const RimsArguments& arg, int number) {
     const int images = (int)arg.images;
-    int region = 0, rest = number, rims = 1, plain = 1;
+    int region = 0, rest = number, rims, plain;
     for (;;) {
       ++region;
       rims = (region & 1 ? (int)arg.rim_w : 1) * (region & 2 ? (int)arg.rim_h : 1) * (region & 4 ? (int)arg.rim_d : 1);
@@ -52,34 +55,25 @@ struct Rim {
     const int in_w = region & 1 ? next(in_rims, (int)arg.rim_w) : next(in_plain, (int)arg.plain_w);
     const int in_h = region & 2 ? next(in_rims, (int)arg.rim_h) : next(in_plain, (int)arg.plain_h);
     const int in_d = region & 4 ? next(in_rims, (int)arg.rim_d) : next(in_plain, (int)arg.plain_d);
-    const int w = PIXEL_OF(in_w, region & 1, w), h = PIXEL_OF(in_h, region & 2, h), d = PIXEL_OF(in_d, region & 4, d);
-    pixel = (d * (int)arg.h + h) * (int)arg.w + w;
-    of_d = SHOWN_OF(d, d);
-    of_h = SHOWN_OF(h, h);
-    of_w = SHOWN_OF(w, w);
+    const int w = RESULT_OF(in_w, region & 1, w), h = RESULT_OF(in_h, region & 2, h), d = RESULT_OF(in_d, region & 4, d);
+    pixel = (d * (int)arg.y_h + h) * (int)arg.y_w + w;
+    of_d = PLACES_OF(d, d);
+    of_h = PLACES_OF(h, h);
+    of_w = PLACES_OF(w, w);
   }
 };
 
-// The pixel of an axis of dy that place `number` meets by a tap; -1 if there is none.
-#define MET(of, number, tap, pixels, axis) \
-  met_pixel((number) < (of).count ? shown_place(of, number) + (int)arg.shift_##axis - (tap) * (int)arg.dilation_##axis : -1, (int)arg.stride_##axis, \
-            arg.by_stride_##axis, (int)arg.pixels)
-DEVICE int met_pixel(int at, int stride, long long by_stride, int pixels) {
-  const int pixel = at < 0 ? -1 : divided(at, by_stride);
-  return pixel < pixels && pixel * stride == at ? pixel : -1;
-}
-
 #if PRODUCTS == 3
 // One sum in plain float32; x and w begin at the image's and the channel's first elements.
-static __device__ __noinline__ float recompute_fp32(const RimsArguments& arg, const data_t* dy, const data_t* w, const Rim& rim) {
+static __device__ __noinline__ float recompute_fp32(const RimsArguments& arg, const data_t* x, const data_t* w, const Rim& rim) {
   float sum = 0;
-  EACH_TAP(a, rim.of_d, t_, t, o, o, d)
-  EACH_TAP(b, rim.of_h, r_, r, p, p, h)
-  EACH_TAP(c_, rim.of_w, s_, s, q, q, w)
-  if (a | b | c_) {
-    const data_t* from = dy + ((o * (int)arg.p + p) * (int)arg.q + q) * arg.dy_pixel;
+  EACH_TAP(a, rim.of_d, t_, t, d_, d)
+  EACH_TAP(b, rim.of_h, r_, r, h_, h)
+  EACH_TAP(c, rim.of_w, s_, s, w_, w)
+  if (!GRADIENT || (a | b | c)) {
+    const data_t* from = x + ((d_ * (int)arg.x_h + h_) * (int)arg.x_w + w_) * arg.x_pixel;
     const data_t* by = w + ((t_ * (int)arg.r + r_) * (int)arg.s + s_) * arg.w_tap;
-    for (int k = 0; k < (int)arg.k; ++k) sum = fmaf(from[k * arg.dy_channel], by[k * arg.w_k], sum);
+    for (int k = 0; k < (int)arg.read; ++k) sum = fmaf(from[k * arg.x_channel], by[k * arg.w_read], sum);
   }
   return sum;
 }
@@ -141,12 +135,13 @@ DEVICE void multiply_step(Sums& sums, uint32_t rows, uint32_t columns) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-    rims_product(const data_t* __restrict__ dy, const data_t* __restrict__ w, data_t* __restrict__ dx, const __grid_constant__ RimsArguments arg) {
+    rims_product(const data_t* __restrict__ x, const data_t* __restrict__ w, const data_t* __restrict__ bias, const data_t* __restrict__ scale,
+                 const data_t* __restrict__ residual, data_t* __restrict__ y, const __grid_constant__ RimsArguments arg) {
   AFTER_LAST_LAUNCH
   __shared__ alignas(16) unsigned char rows[PIXELS * PITCH], columns[CHANNELS * PITCH];
   __shared__ int met[LISTED][PIXELS], some[LISTED], listed[LISTED], most[3], found;
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-  const int tiles = (int)arg.tiles, tile = blockIdx.x % tiles, rest = blockIdx.x / tiles, tiles_n = ((int)arg.c + CHANNELS - 1) / CHANNELS;
+  const int tiles = (int)arg.tiles, tile = blockIdx.x % tiles, rest = blockIdx.x / tiles, tiles_n = ((int)arg.made + CHANNELS - 1) / CHANNELS;
   const int n0 = rest % tiles_n * CHANNELS, group = rest / tiles_n, all = (int)arg.rims * (int)arg.images;
   const int own = thread % PIXELS, own_row = tile * PIXELS + own;
   const Rim rim(arg, min(own_row, all - 1));
@@ -159,18 +154,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
   }
   __syncthreads();
   const int places_w = most[2], places_h = most[1], taps_s = (int)arg.s, taps_r = (int)arg.r, taps_t = (int)arg.t;
-  const int taps = taps_t * taps_r * taps_s, combinations = most[0] * places_h * places_w * taps, k = (int)arg.k;
-  // what this thread loads: words of one pixel, or with wide loads 16 bytes of two; and words of one channel of dx
-  const long long first_k = (long long)group * k;
-  const data_t* const filter = w + first_k * arg.w_k + (n0 + own) * arg.w_c;
-  const bool has_channel = n0 + own < (int)arg.c;
+  const int taps = taps_t * taps_r * taps_s, combinations = most[0] * places_h * places_w * taps, read = (int)arg.read;
+  // what this thread loads: words for one result, or with wide loads 16 bytes for two; and words of one channel of y
+  const long long first_read = (long long)group * read, of_group = GRADIENT ? first_read * arg.w_read : group * arg.made * arg.w_made;
+  const data_t* const filter = w + of_group + (n0 + own) * arg.w_made;
+  const bool has_channel = n0 + own < (int)arg.made;
 #if WIDE_LOADS
   const int row = thread / 8, word = thread % 8 * 4;
   const data_t* images[2];
 #pragma unroll
-  for (int i = 0; i < 2; ++i) images[i] = dy + Rim(arg, min(tile * PIXELS + row + 32 * i, all - 1)).image * arg.dy_image + first_k * arg.dy_channel;
+  for (int i = 0; i < 2; ++i) images[i] = x + Rim(arg, min(tile * PIXELS + row + 32 * i, all - 1)).image * arg.x_image + first_read * arg.x_channel;
 #else
-  const data_t* const image = dy + rim.image * arg.dy_image + first_k * arg.dy_channel;
+  const data_t* const image = x + rim.image * arg.x_image + first_read * arg.x_channel;
 #endif
   const int word0 = thread / PIXELS;  // of 4 words that are loaded at a time
   uint32_t of_rows[8], of_columns[8];
@@ -179,23 +174,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int pixel = met[slot][row + 32 * i], channel = k0 + word * IN_WORD;
-      const uint4 v = pixel >= 0 && channel < k ? *(const uint4*)(images[i] + pixel * arg.dy_pixel + channel) : make_uint4(0, 0, 0, 0);
+      const uint4 v = pixel >= 0 && channel < read ? *(const uint4*)(images[i] + pixel * arg.x_pixel + channel) : make_uint4(0, 0, 0, 0);
       const uint32_t words[] = {v.x, v.y, v.z, v.w};
 #pragma unroll
       for (int e = 0; e < 4; ++e) of_rows[4 * i + e] = PRODUCTS == 1 && TYPE == 32 ? to_tf32(__uint_as_float(words[e])) : words[e];
     }
 #else
     const int pixel = met[slot][own];
-    const data_t* const from = image + max(pixel, 0) * arg.dy_pixel;
+    const data_t* const from = image + max(pixel, 0) * arg.x_pixel;
 #endif
     const data_t* const by = filter + tap * arg.w_tap;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const int channel = k0 + (word0 + 4 * i) * IN_WORD;
 #if !WIDE_LOADS
-      of_rows[i] = load_channels(from + channel * arg.dy_channel, arg.dy_channel, pixel >= 0 ? k - channel : 0);
+      of_rows[i] = load_channels(from + channel * arg.x_channel, arg.x_channel, pixel >= 0 ? read - channel : 0);
 #endif
-      of_columns[i] = load_channels(by + channel * arg.w_k, arg.w_k, has_channel ? k - channel : 0);
+      of_columns[i] = load_channels(by + channel * arg.w_read, arg.w_read, has_channel ? read - channel : 0);
     }
   };
   auto store = [&] {
@@ -226,13 +221,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
       const int place = (first + slot) / taps, tap = first + slot - place * taps;
       const int line = place / places_w, c = place - line * places_w, a = line / places_h, b = line - a * places_h;
       const int tap_line = tap / taps_s, t = tap_line / taps_r;
-      const int o = MET(rim.of_d, a, t, o, d), p = MET(rim.of_h, b, tap_line - t * taps_r, p, h), q = MET(rim.of_w, c, tap - tap_line * taps_s, q, w);
-      const bool there = place > 0 && (o | p | q) >= 0 && own_row < all;
-      met[slot][own] = there ? (o * (int)arg.p + p) * (int)arg.q + q : -1;
+      const int d = MET(rim.of_d, a, t, d), h = MET(rim.of_h, b, tap_line - t * taps_r, h), v = MET(rim.of_w, c, tap - tap_line * taps_s, w);
+      const bool there = (!GRADIENT || place > 0) && (d | h | v) >= 0 && own_row < all;
+      met[slot][own] = there ? (d * (int)arg.x_h + h) * (int)arg.x_w + v : -1;
       if (there) some[slot] = 1;
     }
     __syncthreads();
-    if (warp == 0) {  // the slots by which some pixel meets dy
+    if (warp == 0) {  // the slots by which some result meets x
       const unsigned low = __ballot_sync(~0u, some[lane]), high = __ballot_sync(~0u, some[lane + 32]), before = (1u << lane) - 1;
       if (some[lane]) listed[__popc(low & before)] = lane;
       if (some[lane + 32]) listed[__popc(low) + __popc(high & before)] = lane + 32;
@@ -240,7 +235,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     }
     __syncthreads();
     int number = 0, k0 = 0;
-    const int steps = found * ((k + STEP - 1) / STEP);
+    const int steps = found * ((read + STEP - 1) / STEP);
     if (steps) load(listed[0], (first + listed[0]) % taps, 0);
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
@@ -248,7 +243,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
       store();
       __syncthreads();
       k0 += STEP;
-      if (k0 >= k) {
+      if (k0 >= read) {
         k0 = 0;
         ++number;
       }
@@ -264,18 +259,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
       const int number = tile * PIXELS + m0 + 16 * i + 8 * half + lane / 4;
       if (number >= all) continue;
       const Rim at(arg, number);
-      data_t* const to = dx + at.image * arg.dx_image + at.pixel * arg.dx_pixel + (long long)group * arg.c * arg.dx_channel;
+      const long long to = at.image * arg.y_image + at.pixel * arg.y_pixel;
 #pragma unroll
       for (int j = 0; j < 2; ++j)
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const int channel = n0 + c0 + 8 * j + lane % 4 * 2 + e;
-          if (channel >= (int)arg.c) continue;
-          float sum = sums.of[i][j][2 * half + e];
+          const int channel = n0 + c0 + 8 * j + lane % 4 * 2 + e, k = group * (int)arg.made + channel;
+          if (channel >= (int)arg.made) continue;
+          float v[1] = {sums.of[i][j][2 * half + e]};
 #if PRODUCTS == 3
-          if (!(fabsf(sum) < INFINITY)) sum = recompute_fp32(arg, dy + at.image * arg.dy_image + first_k * arg.dy_channel, w + first_k * arg.w_k + channel * arg.w_c, at);
+          if (!(fabsf(v[0]) < INFINITY)) v[0] = recompute_fp32(arg, x + at.image * arg.x_image + first_read * arg.x_channel, w + of_group + channel * arg.w_made, at);
 #endif
-          to[channel * arg.dx_channel] = from_float<data_t>(to_float(to[channel * arg.dx_channel]) + sum);
+          const long long element = to + k * arg.y_channel;
+          if (GRADIENT) {
+            v[0] += to_float(y[element]);
+          } else {
+            const Finish<false> finish{ScaleAndBias(arg, scale, bias, k)};
+            v[0] = finish.whole(arg, v[0], 1, has_residual(arg) ? to_float(residual[element]) : -0.f);
+            activate(arg, v);
+          }
+          y[element] = from_float<data_t>(v[0]);
         }
     }
 }

@@ -67,7 +67,10 @@ def alike(problem: ConvProblem, config: Config) -> Config:
     if isinstance(config, Bordered):
         return config if problem.adapted else parsed(config.DELEGATE) or config
     takes = registry.adapts(registry.engine_of(config), problem.launched)
-    return Bordered(str(config), rims.refusal(problem.launched) is None) if problem.adapted and not takes else config
+    if takes or not problem.adapted:
+        return config
+    found = Bordered(str(config))
+    return replace(found, RIMS=rims.refusal(problem.launched) is None and copies(problem.launched, found))
 
 
 # ---- launches
@@ -134,7 +137,8 @@ def _with_rims(problem: ConvProblem, device: Device, made: Schedule) -> Schedule
         return [*steps, [rims.launch(problem, device, filter_last)]]
 
     last = made.filter_last and followed(made.filter_last, True)
-    return replace(made, steps=followed(made.steps), whole=followed(made.whole), filter_last=last, moments=None)
+    redoes = made.redoes or problem.direction == "fprop"
+    return replace(made, steps=followed(made.steps), whole=followed(made.whole), redoes=redoes, filter_last=last, moments=None)
 
 
 def sum_order(problem: ConvProblem, config: Bordered) -> Hashable:
