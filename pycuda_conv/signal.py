@@ -37,8 +37,8 @@ def convolve(in1: Any, in2: Any, mode: str = "full", method: str = "auto", *, de
     mode : {"full", "same", "valid"}
         All sums, those in the middle, as many as `in1` has elements, or those without a border.
     method : {"auto", "direct", "fft"}
-        With ``"direct"`` filters of many taps are transforms only where that is as right as sums of products; else also where it is as right
-        as scipy's, in float64 on the CPU.
+        Filters of many taps are transforms where that is faster and as right. In float64 on the CPU, and without ``"direct"``, as right
+        means as right as scipy's.
     device, stream
         As for :func:`pycuda_conv.conv2d`.
 

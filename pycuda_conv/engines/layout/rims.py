@@ -1,4 +1,4 @@
-"""The results that a border changes, of a convolution computed as if there were zeros: ``cu/layout/rims.cu``, ``cu/mma/rims_product.cu``."""
+"""The results that a border changes, behind a convolution among zeros: ``cu/layout/rims.cu``, ``cu/mma/rims_product.cu``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,17 @@ from functools import lru_cache
 from itertools import groupby
 
 from pycuda_conv import borders
-from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_last_strides, filter_strides, near_sides, needs_64_bits
-from pycuda_conv.engines.geometry import read_strides, written_strides
+from pycuda_conv.engines.geometry import (
+    arguments,
+    by_axis,
+    ceil,
+    filter_last_strides,
+    filter_strides,
+    near_sides,
+    needs_64_bits,
+    read_strides,
+    written_strides,
+)
 from pycuda_conv.engines.schedule import OPERANDS, finish, grid_refusal
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, products
@@ -33,10 +42,14 @@ def runs(problem: ConvProblem) -> tuple[tuple[tuple[int, int], ...], ...]:
         words, size = (problem.border or borders.NONE)[axis], problem.input_size[axis]
         before, after = (sides[axis] for sides in problem.border_sizes)
         if problem.direction == "dgrad":
-            changed = {pixel for pixel in borders.rows(words, size, -before, 0) + borders.rows(words, size, size, size + after) if pixel >= 0}
+            outside = borders.rows(words, size, -before, 0) + borders.rows(words, size, size, size + after)
+            places = sorted({pixel for pixel in outside if pixel >= 0})
         else:
-            changed = {j for j in range(n) if any(place < 0 <= before + place or size <= place < size + after for place in _met(problem, axis, j))}
-        places = sorted(changed)
+            bordered = {*range(-before, 0), *range(size, size + after)}
+            stride, inside = problem.stride[axis], size - len(_met(problem, axis, 0)) * problem.dilation[axis]
+            low, high = ceil(problem.padding_before[axis], stride), (inside + problem.padding_before[axis]) // stride
+            near = [*range(min(max(low, 0), n)), *range(max(low, high, 0), n)]  # all others meet pixels alone
+            places = [j for j in near if not bordered.isdisjoint(_met(problem, axis, j))]
         parts = [[place for _, place in run] for _, run in groupby(enumerate(places), lambda pair: pair[1] - pair[0])]
         found.append(tuple((part[0], len(part)) for part in parts))
     return tuple(found)
@@ -101,9 +114,8 @@ def launch(problem: ConvProblem, device: Device, filter_last: bool = False) -> K
         w_made, w_read, w_tap = filter_last_strides(problem)
     made, read = problem.result_channels // problem.groups, problem.operand_channels // problem.groups
     before, after = problem.border_sizes
-    shift = problem.padding_before
-    if problem.direction == "dgrad":
-        shift = tuple(n - own for n, own in zip(shift, before, strict=True))
+    gradient = int(problem.direction == "dgrad")
+    shift = [n - gradient * own for n, own in zip(problem.padding_before, before, strict=True)]
     parts = [[*axis, (n, 0), (n, 0)][:2] for n, axis in zip(problem.result_size, runs(problem), strict=True)]
     rim = [sum(count for _, count in axis) for axis in parts]
     args = arguments(
@@ -116,7 +128,6 @@ def launch(problem: ConvProblem, device: Device, filter_last: bool = False) -> K
         **by_axis("lows_", [count for (_, count), _ in parts]), **by_axis("high_", [high for _, (high, _) in parts]),
         **by_axis("rim_", rim), **by_axis("plain_", [n - own for n, own in zip(problem.result_size, rim, strict=True)]), **finish(problem),
     )  # fmt: skip
-    gradient = int(problem.direction == "dgrad")
     if on_tensor_cores(problem, device):
         blocks = tiles * ceil(made, CHANNELS) * problem.groups
         wide = problem.layout == "NHWC" and read * problem.itemsize % 16 == 0
