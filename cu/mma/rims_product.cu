@@ -4,10 +4,11 @@
 //   GRADIENT  y[result, c] += sum over the places outside that show it, the taps and k of x[pixel, k] * w[k, c, tap]
 //   gemm m: result of the rims of all images | gemm n: channel of y in its group | gemm k: (place, tap, channel of x)
 //
-// Mapping  block -> 64 results x 64 channels. Results come region by region; in a region by their place in the rims, then by image, so that those of a block
-//          mostly have the same places and taps: it goes through all, and skips those by which none of its results meets x. warp -> 32 results x 16 channels.
-// Memory   shared: 128 bytes of channels of x for each result, and of w for each channel of y, 16 bytes apart for ldmatrix; and for each place and tap which
-//          pixel of x each result meets. The next channels are on their way to registers during a product.
+// Mapping  block -> 64 results x 64 channels. Results come region by region; in a region by their place in the rims, then by image, so that those of a
+//          block mostly have the same places and taps: it goes through all, and skips those by which none of its results meets x.
+//          warp -> 32 results x 16 channels.
+// Memory   shared: 128 bytes of channels of x for each result, and of w for each channel of y, 16 bytes apart for ldmatrix; and for each place and tap
+//          which pixel of x each result meets. The next channels are on their way to registers during a product.
 // Sums     PRODUCTS = 3: float32 numbers are split into two TF32 numbers, and three of their products added. After 128 bytes of channels the sum is added to
 //          a float32 sum, because the tensor core truncates its own. What is not finite is summed once more in plain float32.
 //
