@@ -176,6 +176,15 @@ def dgrad(input_shape: tuple, weight_shape: tuple, bias: bool = True, **options)
     return Case(True, input_shape, weight_shape, options, bias)
 
 
+def gradient_of(case: Case) -> Case:
+    """The gradient by the input of a forward convolution."""
+    problem, n = case.problem(), case.ndim
+    y, taps = problem.result_shape, problem.filter_size[-n:]
+    rows = zip(case.input_shape[2:], y[2:], taps, problem.stride[-n:], problem.padding_before[-n:], problem.padding_after[-n:], problem.dilation[-n:], strict=True)
+    lacking = tuple(m - ((size - 1) * s - before - after + d * (f - 1) + 1) for m, size, f, s, before, after, d in rows)
+    return Case(True, (*y[:2], *y[2:]), case.weight_shape, case.options | {"output_padding": lacking} if any(lacking) else case.options, case.bias)
+
+
 # ---- comparisons
 
 

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import simt
 import test_epilogue as epilogue
-import test_implicit_gemm as implicit
-from modes import H200, asked, dtype_of, ids_of
+from modes import H200, asked, ids_of
 from reference import (
     ACTIVATIONS,
     DTYPES,
@@ -30,8 +29,7 @@ from reference import (
     run,
     tensor,
 )  # fmt: skip
-from test_epilogue import EMULATED, GPU_RUNS, allowed, arrays, launched, small
-from test_implicit_gemm import emulated
+from test_epilogue import GPU_RUNS, allowed, arrays, launched, small
 from test_kernels import DEPTHWISE, GEMM, GENERAL, POINTWISE, TRANSPOSED
 
 import pycuda_conv as pc
@@ -191,24 +189,6 @@ def test_a_layer_s_activation_is_computed_in_its_place(activation):
             subprocess.run(command, cwd=folder, check=True, capture_output=True)
             made = Path(folder, "kernel.ptx").read_text()
         assert "call" not in made and made.count(".entry") == 1
-
-
-@pytest.mark.parametrize(("case", "mode", "config"), EMULATED, ids=ids_of(EMULATED))
-def test_planning(monkeypatch, case, mode, config):
-    """The tensor cores' launches apply it once, to each sum: those of split sums and of the exact path too."""
-    number = EMULATED.index((case, mode, config))
-    for everything in (True, False):
-        activation = ACTIVATIONS[(2 * number + everything) % len(ACTIVATIONS)]
-        monkeypatch.setattr(implicit, "asked", lambda case, mode: finishing(asked(case, mode), activation, everything))  # noqa: B023
-        parts = "all" if everything else "relu"
-        given = arrays(case, dtype_of(mode), parts, integers=True)
-        given[1] = given[1] / given[1].dtype.type(16)
-        for image in (1, 2.0**61)[: 1 + (everything and dtype_of(mode) == "float32")]:
-            given[0][1] *= given[0].dtype.type(image)
-            given[0][1].flat[3] = image
-            before, ref = expected(case, activation, parts, given)
-            got = emulated(case, mode, given, config, finite=image == 1)
-            assert_close(got, ref, within(case, given, before, ref, mode), f"{case} {mode} {activation} {image}")
 
 
 @pytest.mark.gpu

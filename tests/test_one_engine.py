@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import simt
 from cases import columns as of_columns
 from cases import dense as of_dense
+from cases import dmma as of_dmma
 from cases import gather as of_gather
 from cases import pointwise as of_pointwise
 from cases import wgrad as of_wgrad
 from filters import Filter
 from hypothesis import given
 from hypothesis import strategies as st
-from modes import H200, MODES, asked, bound
+from modes import H200, MODES, asked, bound, ids_of, program_of
 from on_gpu import Arrays
 from ranges import data
 from reference import EPS, TINY, assert_close, assert_exact, dgrad, fprop
@@ -31,7 +33,8 @@ from pycuda_conv.engines.hopper.dense import DenseNhwc
 from pycuda_conv.engines.hopper.gemm import ImplicitGemm
 from pycuda_conv.engines.hopper.pointwise import Pointwise
 from pycuda_conv.engines.hopper.wgrad import WgradNhwc
-from pycuda_conv.engines.mma import grouped_nhwc
+from pycuda_conv.engines.mma import dmma, grouped_nhwc
+from pycuda_conv.engines.mma.dmma import Dmma
 from pycuda_conv.engines.mma.few_inputs import FewInputs
 from pycuda_conv.engines.mma.grouped_nhwc import GroupedNhwc
 from pycuda_conv.engines.schedule import RESULT
@@ -332,3 +335,78 @@ def test_the_model_of_columns_adds_the_product_and_its_columns():
     one, other, cut = of_columns.PRODUCTS
     assert columns.sum_order(problem, one) == columns.sum_order(problem, other) != columns.sum_order(problem, cut)
     assert columns.filter_key(problem, one) is None and set(MODES) >= set(of_columns.KINDS)
+
+
+# ---- mma/dmma.cu
+
+
+@simulated
+@pytest.mark.parametrize("tile", [(64, 64), (32, 32)])
+def test_a_long_sum_of_float64_is_no_chain_of_roundings(tile):
+    case = dgrad((1, 512, 15), (512, 16, 2), bias=False)  # lines, whose gradients cuDNN sums by tap
+    dy, w, _ = case.normals("float64")
+    y, taps = dy[0], w
+    products = np.concatenate([taps[:, :, 0, None] * y[:, None, 1:], taps[:, :, 1, None] * y[:, None, :-1]])  # where both taps are
+    chain = np.zeros((16, 14))
+    for product in products:
+        chain += product
+    exact = sum(np.einsum("kc,kp->cp", taps[:, :, r].astype(np.longdouble), y[:, 1 - r : 15 - r].astype(np.longdouble)) for r in (0, 1))
+    got = simt.computed(asked(case, "fp64"), Dmma(*tile), dy, w)
+    assert np.linalg.norm((got[0, :, 1:-1] - exact).astype(float)) < 0.5 * np.linalg.norm((chain - exact).astype(float))
+
+
+@simulated
+@pytest.mark.parametrize("name", ["bias", "scale", "residual"])
+def test_a_read_of_an_operand_that_is_not_there_is_found(name):
+    case, config = fprop((2, 16, 9, 10), (70, 16, 3, 3), padding=1, bias=False), Dmma(64, 64)
+    problem, arrays = replace(asked(case, "fp64"), activation="relu"), case.integers("float64")
+    memory = simt.Memory(problem, program := program_of(problem, config), *arrays)
+    memory.buffers = [None if i in (2, 6, 7) else buffer for i, buffer in enumerate(memory.buffers)]
+    with pytest.raises(simt.Wrong):
+        simt.run(program.whole, memory, broken=(f"if (p.has_{name})", "if (true)"))
+
+
+@pytest.mark.parametrize("mode", ["fp64", "fp64 last"])
+@pytest.mark.parametrize("case", [fprop((2, 24, 8, 8), (40, 24, 1, 1)), fprop((2, 24, 8, 8), (40, 24, 1, 1), stride=2), dgrad((2, 40, 8, 8), (40, 24, 1, 1)), dgrad((2, 7, 4, 4), (7, 9, 2, 2), stride=2)], ids=str)
+def test_a_filter_of_one_tap_is_read_as_it_lies(case, mode):
+    schedule = dmma.schedule(asked(case, mode), Dmma(), H200)
+    (launch,) = (launch for launches in schedule.whole for launch in launches)
+    assert schedule.filter_bytes == schedule.workspace_bytes == 0 and launch.defines["ONE_TAP"] == (mode == "fp64")
+
+
+def exact(case, first, second) -> np.ndarray:
+    """The convolution to twice float64's precision: of parts of 18 bits each product, and a sum of thousands, is exact."""
+    def parts(array):
+        found, step = [], 2.0 ** (np.ceil(np.log2(np.abs(array).max())) - 18)
+        for _ in range(4):
+            part = np.round(array / step) * step
+            array, step = array - part, step / 2**18
+            found.append(part)
+        return found
+
+    a, b = parts(first), parts(second)
+    return sum(case.reference(a[i], b[j]).astype(np.longdouble) for i in range(4) for j in range(4 - i))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("run", of_dmma.RUNS[::4], ids=ids_of(of_dmma.RUNS[::4]))
+def test_errors_are_those_of_float64(torch, run):
+    """Within the elementwise bound of a sum that is rounded twice at most for each product."""
+    case, mode, config = run
+    first, second, *_ = case.normals("float64", seed=2)
+    truth = exact(case, first, second)
+    got = Arrays(torch, Plan(replace(asked(case, mode), has_bias=False), "cuda", config=config), first, second).launch()
+    depth = case.dy[0] * math.prod(case.dy[2:]) if isinstance(case, Filter) else case.depth
+    bound = 2.0**-52 * (2 * math.sqrt(depth) * case.reference(np.abs(first), np.abs(second)) + np.abs(truth).astype(float))
+    assert_close((got - truth).astype(float), np.zeros_like(got), bound, f"{case} {config}")
+
+
+@pytest.mark.gpu
+def test_candidates_of_a_layer_with_a_part_of_the_epilogue_are_measured():
+    """Tuning hands no memory to kernels for operands that a layer does not have."""
+    from pycuda_conv.measure import device_times
+    from pycuda_conv.runtime import get_device
+
+    problem = replace(asked(fprop((4, 96, 28, 28), (128, 96, 3, 3), padding=1), "fp64"), activation="relu")
+    plans = [Plan(problem, get_device("cuda"), config=Dmma(*tile, split)) for tile in dmma.TILES for split in (1, 2)]
+    assert all(us > 0 for us in device_times(plans))

@@ -31,13 +31,17 @@ class Broken:
 
 @dataclass(frozen=True)
 class Layers:
-    """Random layers: of each family so many, in these directions, types, precisions and layouts. At least so many have candidates."""
+    """Random layers: of each family so many, in these directions, types, precisions and layouts. At least so many have candidates.
+
+    What is chosen takes no longer than the fastest candidate times `slack`.
+    """
 
     families: Sequence[str]
     kinds: Sequence[tuple[str, tuple[str, str, str]]]
     each: int = 6
     least: int = 10
     architectures: Sequence[str] = ("sm_90a",)
+    slack: float = 1.001
 
 
 @dataclass(frozen=True, kw_only=True)
