@@ -40,6 +40,9 @@ if "bfloat16" not in DTYPES:
 #: And what few engines take.
 KNOWN = MODES | {"fp64": ("float64", "fp32", "NCHW"), "fp64 last": ("float64", "fp32", "NHWC")}
 
+#: A word for each type of numbers that numpy knows here.
+TYPES = [name for name in ("fp32", "fp16", "bf16", "fp64") if name in KNOWN]
+
 
 @cache
 def asked(case: Case | Filter, mode: str) -> ConvProblem:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import sys
 from dataclasses import replace
 from functools import cache
 
 import cases
 import numpy as np
 import pytest
+import reference
 import simt
 from alike import check_compiled, check_epilogue, check_moments, check_refused_on, check_steps, like_h200, random_problems
 from filters import check_precise
@@ -63,11 +65,9 @@ def test_every_engine_has_cases():
     assert not [name for name in ELSEWHERE if name in {of.name for of in EVERY}], "has cases by now"
 
 
-#: Engines whose tests are no data yet: the portable ones run on every device of the machine, the others are emulated.
+#: Engines whose tests are no data yet.
 ELSEWHERE = {
-    "nhwc": "test_depthwise_nhwc.py", "blocks": "test_block_fft.py", "library_fft": "test_library_fft.py", "fft": "test_fft.py", "direct": "test_kernels.py",
-    "patch_wgrad": "test_patch_wgrad.py", "direct_gemm": "test_kernels.py",
-    "via_nhwc": "test_via_nhwc.py", "bordered": "test_borders.py", "upsampled": "test_upsampling.py",
+    "blocks": "test_block_fft.py", "library_fft": "test_library_fft.py", "fft": "test_fft.py", "bordered": "test_borders.py", "upsampled": "test_upsampling.py",
 }  # fmt: skip
 
 
@@ -143,8 +143,11 @@ def test_one_order_of_sums_gives_the_same_bits(of, entry):
     assert len(found) == orders and all(len(bits) == 1 for bits in found.values()) and len(configs) > orders
 
 
+FINISHED = [one for one in each("finished") if not one.values[0].portable]
+
+
 @simulated
-@pytest.mark.parametrize(("of", "entry"), each("finished"))
+@pytest.mark.parametrize(("of", "entry"), FINISHED)
 def test_what_finishes_a_sum(of, entry):
     """Bias, scale, residual and ReLU; then each activation, with a residual and without."""
     check_epilogue(*entry)
@@ -255,6 +258,48 @@ def test_a_broken_kernel_is_noticed(of, number, line):
                 assert same
 
 
+# ---- on every device of the machine
+
+
+def check_portable(device: str, run: cases.Run, make=Plan) -> Plan:
+    """Integers exactly; random data within the bound, and the same bits again."""
+    case, mode, config = run
+    plan, arrays = make(asked(case, mode), device, config=config), case.integers(dtype_of(mode))
+    assert_exact(reference.run(plan, *arrays), case.reference(*arrays), plan)
+    arrays = case.normals(dtype_of(mode))
+    got, ref = reference.run(plan, *arrays), case.reference(*arrays)
+    assert_close(got, ref, allowed(case, mode, arrays, ref), plan)
+    assert got.tobytes() == reference.run(plan, *arrays).tobytes()
+    return plan
+
+
+@pytest.mark.parametrize(("of", "run"), each("portable"))
+def test_on_every_device(device, of, run):
+    check_portable(device, run)
+
+
+@pytest.mark.parametrize(("of", "run"), each("optimised"))
+def test_as_users_run_it(device, optimised, of, run):
+    check_portable(device, run)
+
+
+@pytest.mark.parametrize(("of", "run"), each("wide"))
+def test_64_bit_offsets(device, of, run, monkeypatch):
+    """What arrays of 2^31 elements get, on arrays that fit a laptop."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("pycuda_conv.engines.") and hasattr(module, "needs_64_bits"):
+            monkeypatch.setattr(module, "needs_64_bits", lambda *_: True)
+    assert check_portable(device, run).schedule.steps[0][0].defines["INDEX_64"] == 1
+
+
+@pytest.mark.parametrize(("of", "entry"), [one for one in each("finished") if one.values[0].portable])
+def test_what_finishes_a_sum_on_every_device(device, of, entry):
+    def computed(problem, config, *arrays, seeds=()):
+        return reference.run(Plan(problem, device, config=config), *arrays)
+
+    check_epilogue(*entry, computed=computed)
+
+
 # ---- what is legal, and the choice
 
 
@@ -344,7 +389,7 @@ def test_on_the_gpu(torch, of, run):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("of", "entry"), each("finished"))
+@pytest.mark.parametrize(("of", "entry"), FINISHED)
 def test_what_finishes_a_sum_on_the_gpu(torch, of, entry):
     def computed(problem, config, *arrays, seeds=()):
         return Arrays(torch, Plan(problem, "cuda", config=config), *arrays).launch()

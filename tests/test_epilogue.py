@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from awkward import BASE, POINT
+from awkward import BASE, DEPTHWISE, GENERAL, MANY_PHASES, POINT, POINTWISE, TRANSPOSED
+from cases.direct_gemm import GEMM
 from cases.hopper_gemm import DENSE, WIDER, widest
 from modes import H200, MODES, asked, bound, dtype_of, ids_of
 from on_gpu import Arrays
@@ -27,7 +28,6 @@ from reference import (
     tensor,
 )
 from test_arguments import refuses  # noqa: F401  (a fixture)
-from test_kernels import AWKWARD, DEPTHWISE, GEMM, GENERAL, MANY_PHASES, POINTWISE, TRANSPOSED, TYPED
 
 import pycuda_conv as pc
 from pycuda_conv import ConvArgumentError, ConvProblem, Plan, engines, tune
@@ -104,15 +104,13 @@ def check(plan: Plan, case: Case, parts: str, launch) -> None:
     assert_close(launch(plan, *given), ref, allowed(case, *given, ref, mode), plan)
 
 
-# ---- the direct engine's kernels
+# ---- some of the parts; tests/cases have them all
 
 RUNS = [
-    *((*one, "all") for one in TYPED),  # whose texts test_kernels.py has, too
     *((case, config, "float32", parts) for i, parts in enumerate(PARTS) if parts != "all" for j, (case, config) in enumerate((
         (DEPTHWISE, Single()), (DEPTHWISE, Tile(8, 32, 8)), (GENERAL, Batched()), (TRANSPOSED, Dgrad()), (POINTWISE, GEMM), (TRANSPOSED, GEMM),
         (GENERAL, Batched(64, 4, 4, SPLIT=2)), (TRANSPOSED, Dgrad(64, 3, 2, SPLIT=2)),
         (GENERAL, Gemm(64, 64, 8, 4, 4, 1, SPLIT_K=3)))) if (i + j) % 2),
-    *((case, config, "float32", "all") for case, config in AWKWARD[::5]),
     (replace(GENERAL, bias=False), Batched(), "float32", "all"), (replace(POINTWISE, bias=False), GEMM, "float16", "all"),
 ]  # fmt: skip
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from cases import dense as of_dense
 from cases import dmma as of_dmma
 from cases import gather as of_gather
 from cases import pointwise as of_pointwise
+from cases import via_nhwc as of_via
 from cases import wgrad as of_wgrad
 from filters import Filter
 from hypothesis import given
@@ -25,7 +28,10 @@ from reference import EPS, TINY, assert_close, assert_exact, dgrad, fprop
 
 from pycuda_conv import ConvProblem, Plan, engines
 from pycuda_conv.engines.compose import columns
+from pycuda_conv.engines.compose import via_nhwc as vn
 from pycuda_conv.engines.compose.columns import Columns
+from pycuda_conv.engines.compose.delegate import parsed
+from pycuda_conv.engines.compose.via_nhwc import ViaNchw, ViaNhwc
 from pycuda_conv.engines.depthwise import toeplitz
 from pycuda_conv.engines.depthwise.toeplitz import DepthwiseToeplitz
 from pycuda_conv.engines.hopper import dense, gather, pointwise, wgrad, wgrad_form
@@ -38,7 +44,9 @@ from pycuda_conv.engines.mma.dmma import Dmma
 from pycuda_conv.engines.mma.few_inputs import FewInputs
 from pycuda_conv.engines.mma.grouped_nhwc import GroupedNhwc
 from pycuda_conv.engines.schedule import RESULT
+from pycuda_conv.plan import as_called
 from pycuda_conv.runtime.target import Target
+from pycuda_conv.tools import families
 
 simulated = pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
 
@@ -348,8 +356,8 @@ def test_a_long_sum_of_float64_is_no_chain_of_roundings(tile):
     y, taps = dy[0], w
     products = np.concatenate([taps[:, :, 0, None] * y[:, None, 1:], taps[:, :, 1, None] * y[:, None, :-1]])  # where both taps are
     chain = np.zeros((16, 14))
-    for product in products:
-        chain += product
+    for summand in products:
+        chain += summand
     exact = sum(np.einsum("kc,kp->cp", taps[:, :, r].astype(np.longdouble), y[:, 1 - r : 15 - r].astype(np.longdouble)) for r in (0, 1))
     got = simt.computed(asked(case, "fp64"), Dmma(*tile), dy, w)
     assert np.linalg.norm((got[0, :, 1:-1] - exact).astype(float)) < 0.5 * np.linalg.norm((chain - exact).astype(float))
@@ -410,3 +418,87 @@ def test_candidates_of_a_layer_with_a_part_of_the_epilogue_are_measured():
     problem = replace(asked(fprop((4, 96, 28, 28), (128, 96, 3, 3), padding=1), "fp64"), activation="relu")
     plans = [Plan(problem, get_device("cuda"), config=Dmma(*tile, split)) for tile in dmma.TILES for split in (1, 2)]
     assert all(us > 0 for us in device_times(plans))
+
+
+# ---- compose/via_nhwc.py
+
+
+def test_gradients_of_filters_of_float32_are_made_as_their_arrays_lie():
+    """No copy in NCHW is asked for; other types and other directions take no way round."""
+    problem, config = asked(of_via.FILTERS[0], "fp32"), of_via.LAST[0][2]
+    assert all(type(config) is ViaNchw for *_, config in of_via.LAST) and len({config.DELEGATE.partition("(")[0] for *_, config in of_via.RUNS}) > 5
+    assert as_called(problem, H200) == problem and engines.refusal(problem, config, H200) is None
+    assert vn.choose(of_via.FILTERS[0].problem("float32", "NHWC").launched, H200) is None
+    assert engines.refusal(of_via.FILTERS[0].problem("float32", "NCHW"), config, H200) is not None
+    kernels = [launch.kernel for step in engines.schedule(problem, config, H200).whole for launch in step]
+    assert kernels[0] == "via_nhwc_two" and "via_nhwc" not in kernels
+
+
+def test_channels_are_filled_up_by_the_launch_that_transposes():
+    """But taps are folded by another."""
+    for case, mode, config in of_via.FILLED:
+        met = [launch.kernel for step in engines.schedule(asked(case, mode), config, H200).whole for launch in step]
+        assert met[:-1] == ["via_nhwc_two", *["fold_channels"] * (case.x[1] == 3), "hopper_wgrad"]
+
+
+@simulated
+@pytest.mark.parametrize(("nbytes", "vectors"), [(2, (8, 4, 2, 1)), (4, (4, 2, 1))])
+def test_matrices_are_transposed(nbytes, vectors):
+    """Tiles of every shape, their tails, and every width of loads and stores."""
+    kind, met = {2: np.uint16, 4: np.uint32}[nbytes], set()
+    def transposed(*both):
+        arrays = [np.random.default_rng(one.rows).integers(1, 1 << 8 * nbytes, (3, one.rows, one.columns), kind) for one in both]
+        launches = [one.launch(2 * i, 2 * i + 1) for i, one in enumerate(both)]
+        met.update((launch.arguments.vector, launch.arguments.wide, launch.arguments.row_bits) for launch in launches)
+        pairs = ((np.frombuffer(array.tobytes(), np.uint8).copy(), np.full(one.nbytes, 0xFF, np.uint8)) for one, array in zip(both, arrays, strict=True))
+        memory = SimpleNamespace(buffers=[buffer for pair in pairs for buffer in pair])
+        simt.run([[vn._together(*launches) if len(both) == 2 else launches[0]]], memory, 1)
+        for i, (one, array) in enumerate(zip(both, arrays, strict=True)):
+            found = memory.buffers[2 * i + 1].view(kind).reshape(3, one.columns, one.pitch)
+            assert np.array_equal(found[..., : one.rows], array.transpose(0, 2, 1)) and not found[..., one.rows :].any(), one
+
+    for rows, across in product((1, 3, 6, 16, 24, 37, 64, 136), (2, 5, 12, 72, 200)):
+        one, zeros = vn._Transposition(vn.INPUT, 3, rows, across, nbytes), -rows % (16 // nbytes)
+        if across in (5, 72) and zeros:
+            transposed(replace(one, zeros=zeros), one)
+        transposed(one)
+    assert {vector for vector, _, _ in met} == set(vectors) and {wide for _, wide, _ in met} == {0, 1}
+    assert {bits for _, _, bits in met} == {2, 3, 4, 5}
+
+
+def test_buffers_that_are_transposed_lie_in_the_workspace():
+    """The delegate's launches meet none of the arrays themselves, and none of each other's memory."""
+    problem, config = replace(asked(of_via.BASE, "fp16"), has_residual=True), ViaNhwc(str(engines.choose(asked(of_via.BASE, "fp16 last"), H200)))
+    made, delegate = engines.schedule(problem, config, H200), engines.schedule(replace(problem, layout="NHWC"), parsed(config.DELEGATE), H200)
+    first, *rest, last = made.steps
+    assert [launch.kernel for launch in (*first, *last)] == ["via_nhwc"] * 3 and len(rest) == len(delegate.steps)
+    assert last[0].buffers[1] == RESULT and made.filter_bytes == delegate.filter_bytes and made.workspace_bytes >= delegate.workspace_bytes + 2 * sum(np.prod(shape) for shape in (problem.input_shape, problem.result_shape, problem.result_shape))
+    for step in rest:
+        for launch in step:
+            places = [place if isinstance(place, tuple) else (place, 0) for place in launch.buffers] + [(described.buffer, described.offset) for described in launch.maps]
+            assert not {vn.INPUT, vn.RESIDUAL, vn.RESULT} & {buffer for buffer, _ in places}
+
+
+def test_it_is_chosen_where_it_pays_and_its_texts_are_listed():
+    listed, r, chosen = list(vn.variants(H200)), random.Random(7), 0
+    for family, _ in product(("dense 3x3", "grouped", "audio", "volume", "odd"), range(4)):
+        try:
+            problem = families.problem(families.layer(r, family), r.choice(("dgrad", "wgrad")), "float16", "fp32", "NCHW").launched
+        except ValueError:
+            continue
+        found, config = vn.choose(problem, H200), engines.choose(problem, H200)
+        if found is None:
+            continue
+        us, own = found
+        assert us == vn.time(problem, own, H200) > engines.predicted(vn._transposed(problem), parsed(own.DELEGATE), H200)
+        chosen += config == own
+        for launch in (launch for step in vn.schedule(problem, own, H200).whole for launch in step):
+            assert launch.kernel != "via_nhwc" or any(launch in one for one in listed)
+    assert chosen > 4
+
+
+def test_the_order_of_sums_is_the_inner_engine_s():
+    problem = of_via.FILTERS[0].problem(layout="NCHW").launched
+    one, other, cut = (ViaNhwc(f"WgradNhwc(BLOCK_M={rows}, SPLIT={split})") for rows, split in ((64, 1), (128, 1), (128, 2)))
+    assert vn.sum_order(problem, one) == vn.sum_order(problem, other) != vn.sum_order(problem, cut)
+    assert vn.filter_key(problem, one) is None
