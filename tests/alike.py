@@ -107,12 +107,16 @@ def check_refused_on(device: Any, problem: ConvProblem, config: Any, reason: str
     check_refused(lambda *given: engines.refusal(*given, device), lambda *given: engines.schedule(*given, device), problem, config, reason)
 
 
+#: Defines whose defaults stand elsewhere.
+OTHERWISE = {"DTYPE", "INDEX_64", "TWIN"}
+
+
 def check_steps(program, kernel: str) -> None:
     """The arguments are those of the kernel's struct, and every define is one that the kernel's file gives a default."""
     for step in (step for stage in (*program.prepare, *program.steps, *program.whole, *(program.filter_last or ())) for step in stage):
         text = kernel_file(step.file or step.kernel).read_text()
         defaults = set(re.findall(r"^#define (\w+) -?\d+", re.split(r"^#endif", text, maxsplit=1, flags=re.M)[0], re.M))
-        assert set(step.defines) - {"DTYPE", "INDEX_64"} <= defaults
+        assert set(step.defines) - OTHERWISE <= defaults or step.kernel == "direct_gemm"
         if step.kernel == kernel:
             phases = step.defines.get("PHASES", 1)
             mends = kernel == "hopper_gemm" and step.defines["OUT"] == 32 and not step.defines["BF16"]
@@ -122,7 +126,7 @@ def check_steps(program, kernel: str) -> None:
             structs = phases + repeats + d.get("FLIPPED", 0)  # how phases are repeated, or tiles stored
             assert (
                 len(step.structs) == structs + (phases + 1 if mends else 0) + joins
-                and set(step.defines) - {"DTYPE", "INDEX_64"} == defaults
+                and set(step.defines) - OTHERWISE == defaults
                 and step.source()
             )
         assert all(isinstance(v, int) and -(2**63) <= v < 2**63 for v in step.numbers)

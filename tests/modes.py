@@ -21,6 +21,8 @@ def gpu(multiprocessors: int = 132) -> SimpleNamespace:
 
 
 H200 = gpu()
+#: A device without tensor cores that plans are made for.
+CPU = SimpleNamespace(backend="opencl", multiprocessors=2, capability=(0, 0), name="", model="")
 
 
 def program_of(problem: ConvProblem, config: Any, multiprocessors: int = 3, with_moments: bool = False) -> Any:

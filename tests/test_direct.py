@@ -12,7 +12,7 @@ from awkward import DEPTHWISE, FORWARD, GENERAL, MANY_PHASES, POINTWISE, SINGLE_
 from cases import nhwc as of_nhwc
 from cases.direct_gemm import GEMM
 from filters import Filter
-from modes import H200, asked
+from modes import CPU, H200, asked
 from reference import DTYPES, assert_close, assert_exact, fprop, run
 
 from pycuda_conv import ConvProblem, Plan, engines
@@ -27,8 +27,6 @@ from pycuda_conv.engines.direct.wgrad import WGRAD_RUN
 from pycuda_conv.engines.mma.few_channels_wgrad import FewChannelsWgrad
 from pycuda_conv.plan import as_called
 from pycuda_conv.runtime import get_device
-
-CPU = SimpleNamespace(backend="opencl", multiprocessors=2, capability=(0, 0), name="", model="")
 
 # ---- plain cores
 

@@ -1,7 +1,7 @@
 """Depthwise layers of channels-last arrays (``depthwise/nhwc*.cu``): on every device."""
 
 from filters import Filter
-from modes import H200, TYPES, asked
+from modes import CPU, H200, TYPES, asked
 from reference import dgrad, fprop
 
 from cases import Cases
@@ -60,7 +60,7 @@ CASES = Cases(
     portable=[
         *((case, "fp32 last", configs(case, "fp32 last")[0]) for case in (*FORWARD, *BACKWARD)), *((case, mode, configs(case, mode)[i % len(configs(case, mode))]) for case in (FORWARD[0], FORWARD[8], BACKWARD[3]) for i, mode in enumerate(OTHERS)),
         *((case, "fp32 last", DepthwiseStrips(rows)) for i, case in enumerate(STRIPS) for rows in ((1, 4), (3, 100))[i % 2]), *((case, mode, DepthwiseStrips(3)) for case in (STRIPS[0], STRIPS[5]) for mode in OTHERS),
-        *((case, "fp32", config) for i, case in enumerate(FILTERS) for config in (configs(case, "fp32")[0], (DepthwiseWgrad(1, 1), DepthwiseWgrad(3, 2), DepthwiseWgrad(100, 3))[i % 3])),
+        *((case, "fp32", config) for i, case in enumerate(FILTERS) for config in (next(nhwc.configs(asked(case, "fp32").launched, CPU)), (DepthwiseWgrad(1, 1), DepthwiseWgrad(3, 2), DepthwiseWgrad(100, 3))[i % 3])),
         *((case, mode, DepthwiseWgrad(3, 2)) for case in (FILTERS[0], FILTERS[7]) for mode in TYPES if mode != "fp32"),
     ],
     gpu=[
