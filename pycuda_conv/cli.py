@@ -177,7 +177,7 @@ def parser() -> argparse.ArgumentParser:
         "with every kind of numbers, those that take the exact path too",
     )
     bench.add_argument("--untuned", action="store_true", help="leave measured choices out of account: the models choose")
-    bench.add_argument("--quick", action="store_true", help="fewer repetitions")
+    bench.add_argument("--quick", action="store_true", help="fewer repetitions; with --batches: bits alone, no times")
     bench.add_argument("--host-calls", action="store_true", help="measure only what a call costs on the host")
     bench.add_argument("--host-cost", action="store_true", help="measure what each way to call costs the host, against torch, and threads")
     bench.add_argument("--loop", action="store_true", help="measure a loop of launches over images and channels against one launch")
@@ -443,7 +443,8 @@ def _check_benchmarks(arguments: argparse.Namespace) -> None:
         raise ToolError(f"--seconds is not for --{timeless[0].replace('_', '-')}")
     of_others = ["list", "kind", "quick", "csv", "plots", "pages"]
     of_others_alone = (
-        ("cold", [*of_others, "mode", "seed"]), ("families", [*of_others, "only"]), ("loop", ["list"]), ("batches", [*of_others, "only"]),
+        ("cold", [*of_others, "mode", "seed"]), ("families", [*of_others, "only"]), ("loop", ["list"]),
+        ("batches", [*(option for option in of_others if option != "quick"), "only"]),
         ("energy", ["list", "kind", "mode", "quick", "csv", "plots", "only"]),
         ("images", ["list", "kind", "mode", "csv", "plots", "pages", "seed"]),
     )  # fmt: skip
