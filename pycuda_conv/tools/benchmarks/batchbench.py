@@ -171,13 +171,13 @@ def run(settings: bench.Settings, modes: Sequence[str], count: int) -> int:
     todo = list(layers(seed, count, modes, MOST_FLOP if on_gpu else OPENCL_FLOP))
     with torch.no_grad():
         for first in range(0, count, AT_ONCE):
-            if settings.seconds is not None and time.monotonic() - began > settings.seconds:
+            if settings.over(began):
                 break
             some = todo[first : first + AT_ONCE]
             apart = [parts(r, problem.N) for _, problem in some]
             compile_ahead([p for _, p in some], device, [{p.N, *map(len, a)} for (_, p), a in zip(some, apart, strict=True)])
             for i, (family, problem) in enumerate(track(some, lambda pair: str(pair[1]))):
-                if settings.seconds is not None and time.monotonic() - began > settings.seconds:
+                if settings.over(began):
                     break
                 rows.append(measure(torch, family, problem, device, seed + first + i, apart[i], on_gpu and not settings.quick))
                 if rows[-1].differs:

@@ -163,6 +163,7 @@ def steps(torch: Any, device: Any, name: str, images: int, mode: str, seed: int)
 
 def run(settings: bench.Settings) -> int:
     """Measure, print, and write the files that were asked for."""
+    began = time.monotonic()
     device: Any = bench.gpu_for(settings, "--energy")
     torch, out = require("torch"), console()
     bench.check_paths(settings, "energy")
@@ -185,7 +186,10 @@ def run(settings: bench.Settings) -> int:
         with torch.no_grad():
             note(f"the suite's first {len(core())} layers, each once", suite_passes(torch, device, seed))
         torch.cuda.empty_cache()
-        for name, images, mode in STEPS:
+        for i, (name, images, mode) in enumerate(STEPS):
+            if settings.over(began):
+                machine["method"] += settings.cut(i, len(STEPS), "training steps")
+                break
             with arithmetic(torch, mode):
                 ways = steps(torch, device, name, images, mode, seed)
                 settle(ways["ours"], wait, device.all_compiled)
