@@ -15,7 +15,8 @@ from pycuda_conv.engines import registry
 from pycuda_conv.rounding import RELATIVE_LIMIT, TIMES_OTHER_ON_TENSOR_CORES, beside_limit
 from pycuda_conv.runtime import get_device
 from pycuda_conv.runtime.target import Target
-from pycuda_conv.tools import error_table, plans, verify
+from pycuda_conv.tools import plans, verify
+from pycuda_conv.tools.benchmarks import error_table
 from pycuda_conv.tools.engine_cases import engine_cases
 from pycuda_conv.tools.oracle import compare
 

@@ -24,7 +24,7 @@ from pycuda_conv.plan import Plan, cached_plan
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.rounding import TIMES_OTHER, TIMES_OTHER_ON_TENSOR_CORES, beside_limit, relative_limit
 from pycuda_conv.runtime import Device
-from pycuda_conv.tools import error_table
+from pycuda_conv.tools.benchmarks import error_table
 from pycuda_conv.tools.benchmarks.pages import digest
 from pycuda_conv.tools.distributions import DISTRIBUTIONS
 from pycuda_conv.tools.engine_cases import EngineCase, engine_cases

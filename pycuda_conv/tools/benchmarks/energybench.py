@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import secrets
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -181,6 +182,8 @@ def run(settings: bench.Settings) -> int:
         for way, call in ways.items():
             joules, seconds = measured(counter, wait, call)
             rows.append(Row(what, way, joules, seconds * 1e3))
+            if not sys.stderr.isatty():  # in case the run is cut short
+                print("  ".join(rows[-1].cells()), file=sys.stderr, flush=True)
 
     with cudnn_set(torch, "benchmark", True), torch_precision("fp32"):
         with torch.no_grad():
