@@ -269,7 +269,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
           if (channel >= (int)arg.made) continue;
           float v[1] = {sums.of[i][j][2 * half + e]};
 #if PRODUCTS == 3
-          if (!(fabsf(v[0]) < INFINITY)) v[0] = recompute_fp32(arg, x + at.image * arg.x_image + first_read * arg.x_channel, w + of_group + channel * arg.w_made, at);
+          if (!(fabsf(v[0]) < INFINITY))
+            v[0] = recompute_fp32(arg, x + at.image * arg.x_image + first_read * arg.x_channel, w + of_group + channel * arg.w_made, at);
 #endif
           const long long element = to + k * arg.y_channel;
           if (GRADIENT) {
