@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import reference
 import simt
-from alike import check_compiled, check_epilogue, check_moments, check_refused_on, check_steps, like_h200, random_problems
+from alike import check_compiled, check_epilogue, check_moments, check_refused_on, check_steps, like_h200, paired, random_problems
 from filters import check_precise
 from modes import H200, allowed, asked, dtype_of
 from on_gpu import Arrays, check_on_gpu, plans_of
@@ -367,14 +367,19 @@ def test_texts_compile_and_spill_no_more_than_is_known(of):
 # ---- on a GPU
 
 
+def on_gpu(of: cases.Cases) -> list[cases.Run]:
+    """An engine's runs there: with --all-texts all."""
+    return list(of.gpu) if reference.all_texts else paired(of.gpu)
+
+
 @cache
 def plans(name: str) -> dict:
-    """The plans of an engine's runs."""
-    return plans_of(name, named(name).gpu)
+    """Their plans."""
+    return plans_of(name, on_gpu(named(name)))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("of", "run"), each("gpu"))
+@pytest.mark.parametrize(("of", "run"), [pytest.param(of, run, id=f"{of}-{word_of(run)}") for of in EVERY for run in on_gpu(of)])
 def test_on_the_gpu(torch, of, run):
     check_on_gpu(torch, plans(of.name)[str(run)], *run[:2])
 
