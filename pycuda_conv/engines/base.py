@@ -149,7 +149,10 @@ class Engine(Protocol):
         """
 
     def schedule(self, problem: ConvProblem, config: Any, device: Device, with_moments: bool) -> Schedule:
-        """The launches of `config`, which can run `problem`; with `with_moments` they compute the moments of the result, if they can."""
+        """The launches of `config`, which can run `problem`; with `with_moments` they compute the moments of the result, if they can.
+
+        An engine with ``adds_border`` takes a `source` besides, whose image they read.
+        """
 
     def sum_order(self, problem: ConvProblem, config: Any) -> Hashable:
         """Equal for configurations that add the same numbers in the same order, so that their results have the same bits.
@@ -209,7 +212,11 @@ DEFAULTS: Mapping[str, Any] = {
 
 
 def complete(module: Any) -> Engine:
-    """A module as an engine: it gets what it does not say itself."""
+    """A module as an engine: it gets what it does not say itself; one around others has an AROUND that says most of it."""
+    around = getattr(module, "AROUND", None)
+    for name in ("configs", "time", "choose", "sum_order", "filter_key") if around else ():
+        if not hasattr(module, name):
+            setattr(module, name, getattr(around, name))
     for name, default in DEFAULTS.items():
         if not hasattr(module, name):
             setattr(module, name, partial(default, module) if callable(default) else default)

@@ -13,6 +13,7 @@ from typing import Any
 from pycuda_conv.engines import calibration, packing, split_sum
 from pycuda_conv.engines.base import BY_RULE, GONE, Config, Engine, GoneError, fastest
 from pycuda_conv.engines.costs import costs
+from pycuda_conv.engines.geometry import near_sides
 from pycuda_conv.engines.hopper.common import MEMORY
 from pycuda_conv.engines.schedule import GRID_LIMIT, Schedule
 from pycuda_conv.engines.variants import VariantSet
@@ -255,37 +256,35 @@ def same_bits(problem: ConvProblem, config: Config, others: Iterable[Config]) ->
             yield one
 
 
-def schedule(problem: ConvProblem, config: Config, device: Device, with_moments: bool = False) -> Schedule:
+def schedule(
+    problem: ConvProblem, config: Config, device: Device, with_moments: bool = False, source: ConvProblem | None = None
+) -> Schedule:
     """The launches of `config` for `problem` on `device`; a ``ValueError`` if it can't run it.
 
-    With `with_moments` they compute the moments of the result, if they can: see :attr:`Schedule.moments`.
+    With `with_moments` they compute the moments of the result, if they can: see :attr:`Schedule.moments`. With `source`, whose
+    :attr:`ConvProblem.padded` the problem is, they read its image: see :func:`adds_border`.
     """
     reason = refusal(problem, config, device)
     if reason:
         raise ValueError(f"{config} can't run {problem}: {reason}")
-    return engine_of(config).schedule(problem.launched, config, device, with_moments)
+    return engine_of(config).schedule(problem.launched, config, device, with_moments, *([source] if source else []))
 
 
 def adds_border(source: ConvProblem, config: Config) -> bool:
-    """Whether the launches of `config` for the :attr:`ConvProblem.padded` of `source` can read the image of `source` itself."""
+    """Whether the launches of `config` for the :attr:`ConvProblem.padded` of `source` can read the image of `source` itself.
+
+    Engines are asked about borders of the image's own pixels, no further than to its other end.
+    """
     says, problem = getattr(engine_of(config), "adds_border", None), source.padded
-    return says is not None and problem == problem.launched and bool(says(source, problem, config))
+    if says is None or source.border is None or source.input_dtype or near_sides(source) is None:
+        return False
+    return problem == problem.launched and bool(says(source, problem, config))
 
 
 def border_time(source: ConvProblem, config: Config) -> float:
     """Microseconds that such launches take beside those for the wider image, where the engine says so."""
     says = getattr(engine_of(config), "border_time", None)
     return 0.0 if says is None else float(says(source, config))
-
-
-def schedule_with_border(source: ConvProblem, config: Config, device: Device) -> Schedule:
-    """These launches; see :func:`adds_border`."""
-    problem = source.padded
-    reason = refusal(problem, config, device)
-    if reason:
-        raise ValueError(f"{config} can't run {problem}: {reason}")
-    made: Schedule = engine_of(config).schedule_with_border(source, config, device)  # type: ignore[attr-defined]  # such engines have it
-    return made
 
 
 def with_moments(problem: ConvProblem, config: Config, device: Device) -> Config:

@@ -7,13 +7,13 @@ array takes as long as a copy. wgrad in float32 goes the other way: most of its 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, Literal, cast
 
 from pycuda_conv.engines import registry
 from pycuda_conv.engines.base import Config, Engine
-from pycuda_conv.engines.compose.delegate import delegate_refusal, delegated, moved, parsed
+from pycuda_conv.engines.compose.delegate import AroundOthers, Delegating, delegate_of, moved
 from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import arguments, ceil
 from pycuda_conv.engines.limits import HOPPER, IN_32_BITS, NOT_EMPTY, Takes, Tiles
@@ -27,12 +27,8 @@ THREADS, TILE_BYTES = 256, 8192  # threads of a block, and bytes of its tile
 
 
 @dataclass(frozen=True)
-class ViaNhwc(Config):
+class ViaNhwc(Delegating):
     """The configuration for the transposed arrays, as text."""
-
-    DELEGATE: str = "Gemm()"
-
-    FORMER: ClassVar[Mapping[str, str]] = {"INNER": "DELEGATE"}
 
 
 @dataclass(frozen=True)
@@ -73,7 +69,7 @@ def _worth_turning(problem: ConvProblem) -> bool:
 def _fits(problem: ConvProblem, config: ViaNhwc) -> str | None:
     if type(config) is not _kind(problem):
         return f"{_kind(problem).__name__} is for arrays that lie so"
-    return delegate_refusal(_transposed(problem), config.DELEGATE)
+    return AROUND.fits(problem, config)
 
 
 TAKES = Takes(
@@ -193,9 +189,7 @@ def _written(problem: ConvProblem) -> _Transposition | None:
 
 def schedule(problem: ConvProblem, config: ViaNhwc, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`."""
-    delegate = parsed(config.DELEGATE)
-    assert delegate is not None
-    made = registry.schedule(_transposed(problem), delegate, device)
+    made = registry.schedule(_transposed(problem), delegate_of(config), device)
     if _of_filter(problem):
         return _of_both(problem, made)
     read, written, scratch = _read(problem), _written(problem), Arena(WORKSPACE)
@@ -264,26 +258,6 @@ def _packing(problem: ConvProblem) -> float:
     return COST.FILTER + problem.itemsize * math.prod(problem.weight_shape) / COST.FILTER_BYTES
 
 
-def _engines(problem: ConvProblem, device: Device) -> Iterator[Engine]:
-    """The engines that can only run the problem of the transposed arrays."""
-    transposed = _transposed(problem)
-    for engine in registry.ENGINES:
-        alone = transposed.layout in engine.LAYOUTS and engine.CONFIGS != CONFIGS and engine.unsupported(device) is None
-        if alone and not (problem.layout in engine.LAYOUTS and engine.choose(problem, device)):
-            yield engine
-
-
-def configs(problem: ConvProblem, device: Device) -> Iterator[ViaNhwc]:
-    """The configurations worth comparing for `problem`."""
-    if TAKES.why_not(problem):
-        return
-    transposed, kind = _transposed(problem), _kind(problem)
-    for engine in _engines(problem, device):
-        for delegate in engine.configs(transposed, device):
-            if engine.refusal(transposed, delegate) is None:
-                yield kind(str(delegate))
-
-
 def _overhead_us(problem: ConvProblem, delegate: Config, device: Device) -> float:
     """Microseconds beside those of the delegate's engine."""
     us = _transposing(problem) + _packing(problem)
@@ -293,17 +267,9 @@ def _overhead_us(problem: ConvProblem, delegate: Config, device: Device) -> floa
     return us
 
 
-filter_key, sum_order, time = delegated(_transposed, _overhead_us)
+def _alone(engine: Engine, problem: ConvProblem, device: Device) -> bool:
+    """Whether an engine can only run the problem of the transposed arrays."""
+    return engine.CONFIGS != CONFIGS and not (problem.layout in engine.LAYOUTS and engine.choose(problem, device))
 
 
-def choose(problem: ConvProblem, device: Device) -> tuple[float, ViaNhwc] | None:
-    """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
-    if TAKES.why_not(problem):
-        return None
-    transposed, best = _transposed(problem), None
-    for engine in _engines(problem, device):
-        found = engine.choose(transposed, device)
-        us = None if found is None else engine.time(transposed, found[1], device)
-        if found and us is not None and (best is None or us < best[0]):
-            best = us, found[1]
-    return None if best is None else (best[0] + _overhead_us(problem, best[1], device), _kind(problem)(str(best[1])))
+AROUND: AroundOthers = AroundOthers(_transposed, _overhead_us, _kind, lambda problem: TAKES.why_not(problem) is None, alone=_alone)

@@ -24,7 +24,6 @@ from pycuda_conv.engines.depthwise.nhwc_launch import (
     of_filter,
     partition_of,
     schedule,
-    schedule_with_border,
     unrolled,
     unrolled_by,
     vector_choices,
@@ -37,7 +36,7 @@ from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import Device
 
-__all__ = ["adds_border", "schedule", "schedule_with_border", "time"]  # with what stands here: the engine
+__all__ = ["adds_border", "schedule", "time"]  # with what stands here: the engine
 
 CONFIGS = (Depthwise, DepthwiseStrips, DepthwiseWgrad, DepthwiseRing)
 LAYOUTS = "NHWC", "CHWN"

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.costs import bytes_moved, costs, spread
-from pycuda_conv.engines.geometry import arguments, ceil, near_sides
+from pycuda_conv.engines.geometry import arguments, ceil
 from pycuda_conv.engines.limits import AMPERE, HALVES, NOT_EMPTY, TWO_AXES, Takes, Tiles
-from pycuda_conv.engines.schedule import OPERANDS, Schedule, check_shared, finish, finish_constants, grid_refusal, shared_limit
+from pycuda_conv.engines.schedule import OPERANDS, Schedule, check_shared, finish_constants, grid_refusal, shared_limit
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF
 from pycuda_conv.engines.variants import FLAG, VariantSet
@@ -211,40 +211,31 @@ LEGAL = Tiles(TAKES, DepthwiseToeplitz, _fits)
 
 def adds_border(source: ConvProblem, problem: ConvProblem, config: DepthwiseToeplitz) -> bool:
     """Whether the kernel reads the image of `source` with its border: of planes that fit a block."""
-    plain = source.direction == "fprop" and source.layout == "NCHW" and source.border is not None and not source.input_dtype
-    if not plain or near_sides(source) is None or TAKES.why_not(source):
+    if source.direction != "fprop" or source.layout != "NCHW" or TAKES.why_not(source):
         return False
     unit = _unit(source, config)
     return unit is not None and unit.bands == 1
 
 
-def schedule(problem: ConvProblem, config: DepthwiseToeplitz, device: Device, with_moments: bool = False) -> Schedule:
-    """The launch of `config`, which can run `problem`; it notes no moments."""
-    return schedule_with_border(problem, config, device)
-
-
-def schedule_with_border(source: ConvProblem, config: DepthwiseToeplitz, device: Device) -> Schedule:
-    """The same for the image of `source`, which may have a border: see :func:`adds_border`."""
-    problem = source
-    (_, h, w), (_, p, q), (_, r, s) = problem.operand_size, problem.result_size, problem.filter_size
-    (_, stride_h, stride_w), (_, dil_h, dil_w), (pad_h, pad_w) = problem.stride, problem.dilation, _padding(problem)
+def schedule(
+    problem: ConvProblem, config: DepthwiseToeplitz, device: Device, with_moments: bool = False, source: ConvProblem | None = None
+) -> Schedule:
+    """The launch of `config`, which can run `problem`; it notes no moments. With `source` it reads its image."""
+    problem = source or problem
+    (_, h, w), (pad_h, pad_w) = problem.operand_size, _padding(problem)
     unit, grad = _unit(problem, config), _strided(problem)
     assert unit is not None
     check_shared(problem, config, device, unit.shared)
     args = arguments(
-        DepthwiseToeplitzArguments, planes=unit.planes, all_planes=problem.N * problem.K, band=unit.band, bands=unit.bands,
-        sixteens=_sixteens(problem, unit), groups=unit.groups, k=problem.K, multiplier=problem.K // problem.C, h=h, w=w, p=p, q=q, r=r, s=s,
-        stride_h=stride_h, pad_h=pad_h, pad_w=pad_w, dil_h=dil_h, dil_w=dil_w, flipped=int(problem.direction == "dgrad" and not grad),
-        y_off=unit.y_off, x_off=unit.x_off, columns=unit.columns, spans=unit.spans,
-        chunks=ceil(problem.K, CHANNELS) if problem.layout == "NHWC" else 1, units=unit.units, pitch=unit.pitch,
-        plane_pitch=unit.plane_pitch, x_rows=unit.x_rows, taps_pitch=unit.taps_pitch, y_at=unit.y_at, x_at=unit.x_at,
-        x_size=problem.N * problem.C * h * w, before_w=pad_w, after_w=max(_last_column(problem) - (w - 1), 0),
-        **(near_sides(problem) or {}), **finish(problem),
+        DepthwiseToeplitzArguments, problem, unit, all_planes=problem.N * problem.K, sixteens=_sixteens(problem, unit), pad_h=pad_h,
+        pad_w=pad_w, flipped=int(problem.direction == "dgrad" and not grad),
+        chunks=ceil(problem.K, CHANNELS) if problem.layout == "NHWC" else 1, x_size=problem.N * problem.C * h * w, before_w=pad_w,
+        after_w=max(_last_column(problem) - (w - 1), 0),
     )  # fmt: skip
     steps = _steps(problem)
     assert steps is not None
     defines = {
-        "TYPE": ELEMENTS[problem.dtype], "STRIDE": 1 if grad else stride_w, "STEPS": steps, "GRAD": int(grad),
+        "TYPE": ELEMENTS[problem.dtype], "STRIDE": 1 if grad else problem.stride[2], "STEPS": steps, "GRAD": int(grad),
         "LAST": int(problem.layout == "NHWC"), **({} if problem.border is None else {"BORDERED": 1}),
     }  # fmt: skip
     threads = 32 * WARPS[problem.layout]

@@ -53,17 +53,16 @@ from pycuda_conv.engines.geometry import (
     border_words,
     by_axis,
     ceil,
-    divider,
-    near_sides,
+    finish,
     needs_64_bits,
     outputs_apart,
     taps_apart,
 )
-from pycuda_conv.engines.schedule import FINISH, INPUT, RESULT, STATIC_SHARED_BYTES, WEIGHT, WORKSPACE, Schedule, finish, grid_refusal
+from pycuda_conv.engines.schedule import FINISH, INPUT, RESULT, STATIC_SHARED_BYTES, WEIGHT, WORKSPACE, Schedule, grid_refusal
 from pycuda_conv.engines.split_sum import reduce_launch
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.variants import FLAG, VariantSet
-from pycuda_conv.problem import DTYPE_CODES, ConvProblem, Size3
+from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
 __all__ = ["CONFIGS"]  # with what stands here: the engine
@@ -170,8 +169,7 @@ def _constants(problem: ConvProblem, args: Any) -> dict[str, int]:
 
 def adds_border(source: ConvProblem, problem: ConvProblem, config: Config) -> bool:
     """Whether :func:`schedule` takes the image of `source`, which has a border, for the wider one of `problem`: ``direct/wgrad.cu`` may."""
-    plain = isinstance(config, Wgrad) and config.FILTERS == 1 and not source.input_dtype
-    return plain and source.border is not None and near_sides(source) is not None
+    return isinstance(config, Wgrad) and config.FILTERS == 1
 
 
 BORDERED_TAP = 0.6e-6  # microseconds that a product of ``direct/wgrad.cu`` takes longer where a pixel's place has to be found
@@ -182,19 +180,10 @@ def border_time(source: ConvProblem, config: Config) -> float:
     return BORDERED_TAP * source.macs
 
 
-def schedule(problem: ConvProblem, config: Config, device: Device, with_moments: bool = False) -> Schedule:
-    """The launches of `config` for `problem`."""
-    return _launches_of(problem, config, device, with_moments)
-
-
-def schedule_with_border(source: ConvProblem, config: Config, device: Device) -> Schedule:
-    """The launches of `config` for the :attr:`ConvProblem.padded` of `source`, which read its image: see :func:`adds_border`."""
-    return _launches_of(source.padded, config, device, source=source)
-
-
-def _launches_of(
+def schedule(
     problem: ConvProblem, config: Config, device: Device, with_moments: bool = False, source: ConvProblem | None = None
 ) -> Schedule:
+    """The launches of `config` for `problem`."""
     kernel, make = _KERNELS[type(config)]
     defines, args, layer, room = make(source or problem, config)
     threads = config.TILE_P // config.ROWS * config.TILE_Q if isinstance(config, Tile) else defines["THREADS"]
@@ -218,23 +207,12 @@ def _launches_of(
 
 
 def _single(problem: ConvProblem, config: Single) -> Made:
-    (_, h, w), (_, r, s), (_, p, q) = problem.input_size, problem.filter_size, problem.output_size
-    tiles = ceil(p * q, config.THREADS)
-    args = arguments(
-        SingleArguments, tiles=tiles, c=problem.C, k=problem.K, by_multiplier=divider(problem.K // problem.C), h=h, w=w, r=r, s=s, p=p, q=q,
-        **_in_plane("stride_", problem.stride), **_in_plane("pad_", problem.padding_before), **_in_plane("dil_", problem.dilation),
-        **finish(problem),
-    )  # fmt: skip
-    return {"THREADS": config.THREADS}, args, _constants(problem, args), r * s
-
-
-def _in_plane(prefix: str, values: Size3) -> dict[str, int]:
-    """Height and width of `values` as arguments."""
-    return by_axis(prefix, values[1:], "hw")
+    args = arguments(SingleArguments, problem, tiles=ceil(math.prod(problem.output_size), config.THREADS))
+    return {"THREADS": config.THREADS}, args, _constants(problem, args), math.prod(problem.filter_size)
 
 
 def _tile(problem: ConvProblem, config: Tile) -> Made:
-    (_, h, w), (_, r, s), (_, p, q) = problem.operand_size, problem.filter_size, problem.result_size
+    (_, r, s), (_, p, q) = problem.filter_size, problem.result_size
     (stride_h, stride_w), (_, dil_h, dil_w), (_, pad_h, pad_w) = tile_stride(problem), problem.dilation, problem.padding_before
     flipped, apart_h, apart_w = problem.direction == "dgrad", 0, 0
     if flipped:
@@ -243,10 +221,8 @@ def _tile(problem: ConvProblem, config: Tile) -> Made:
     halo_h, halo_w = halo(problem, config)
     tiles_p, tiles_q = ceil(p, config.TILE_P), ceil(q, config.TILE_Q)
     args = arguments(
-        TileArguments, tiles_p=tiles_p, tiles_q=tiles_q, c=problem.C, k=problem.K, by_multiplier=divider(problem.K // problem.C), h=h, w=w,
-        p=p, q=q, pad_h=pad_h, pad_w=pad_w, r=r, s=s, stride_h=stride_h, stride_w=stride_w, dil_h=dil_h, dil_w=dil_w,
-        by_halo_w=divider(halo_w), flipped=int(flipped), apart_h=apart_h, apart_w=apart_w, **border_numbers(problem, "hw"),
-        **_of_integers(problem), **finish(problem),
+        TileArguments, problem, tiles_p=tiles_p, tiles_q=tiles_q, pad_h=pad_h, pad_w=pad_w, stride_h=stride_h, stride_w=stride_w,
+        halo_w=halo_w, flipped=int(flipped), apart_h=apart_h, apart_w=apart_w, **border_numbers(problem, "hw"), **_of_integers(problem),
     )  # fmt: skip
     elements = r * s + halo_h * halo_w
     layer = _constants(problem, args)
@@ -266,16 +242,12 @@ def _of_integers(problem: ConvProblem) -> dict[str, int]:
 
 
 def _batched(problem: ConvProblem, config: Batched) -> Made:
-    (t, r, s), (_, p, q) = problem.filter_size, problem.output_size
-    plane, groups = math.prod(problem.output_size), problem.groups
+    (t, r, s), groups = problem.filter_size, problem.groups
     cg, kg = problem.C // groups, problem.K // groups
     k_tiles, block_taps = ceil(kg, config.BLOCK_K), config.BLOCK_C * t * r * s
     args = arguments(
-        BatchedArguments, n_pixels=result_pixels(problem), plane=plane, by_pq=divider(p * q), p=p, q=q, groups=groups, cg=cg, kg=kg,
-        k_tiles=k_tiles, block_c=config.BLOCK_C, block_taps=block_taps, **parts_of_sum(problem, config.SPLIT, cg, config.BLOCK_C),
-        t=t, r=r, s=s,
-        **by_axis("", problem.input_size), **by_axis("stride_", problem.stride), **by_axis("pad_", problem.padding_before),
-        **by_axis("dil_", problem.dilation), **finish(problem, config.SPLIT > 1),
+        BatchedArguments, problem, n_pixels=result_pixels(problem), cg=cg, kg=kg, k_tiles=k_tiles, block_c=config.BLOCK_C,
+        block_taps=block_taps, **parts_of_sum(problem, config.SPLIT, cg, config.BLOCK_C), **finish(problem, config.SPLIT > 1),
     )  # fmt: skip
     elements = block_taps * config.BLOCK_K
     defines = {"THREADS": config.THREADS, "BLOCK_K": config.BLOCK_K}
@@ -290,17 +262,13 @@ def _flat(problem: ConvProblem) -> bool:
 
 
 def _dgrad(problem: ConvProblem, config: Dgrad) -> Made:
-    (_, h, w), groups = problem.input_size, problem.groups
-    plane, taps = math.prod(problem.input_size), math.prod(problem.filter_size)
+    (_, h, w), groups, taps = problem.input_size, problem.groups, math.prod(problem.filter_size)
     cg, kg = problem.C // groups, problem.K // groups
     c_tiles = ceil(cg, config.BLOCK_C)
     args = arguments(
-        DgradArguments, n_pixels=result_pixels(problem), plane=plane, by_hw=divider(h * w), h=h, w=w, groups=groups, cg=cg, kg=kg,
-        c_tiles=c_tiles, block_k=config.BLOCK_K, **parts_of_sum(problem, config.SPLIT, kg, config.BLOCK_K),
-        **by_axis("", problem.output_size, "opq"), **by_axis("", problem.filter_size, "trs"), by_taps=divider(taps),
-        by_filters=divider(taps * config.BLOCK_C), **by_axis("stride_", problem.stride), **by_axis("every_", taps_apart(problem)),
-        **by_axis("back_", outputs_apart(problem)), **by_axis("pad_", problem.padding_before), **by_axis("dil_", problem.dilation),
-        **finish(problem, config.SPLIT > 1),
+        DgradArguments, problem, n_pixels=result_pixels(problem), hw=h * w, h=h, w=w, cg=cg, kg=kg, c_tiles=c_tiles, block_k=config.BLOCK_K,
+        **parts_of_sum(problem, config.SPLIT, kg, config.BLOCK_K), **by_axis("", problem.output_size, "opq"), filters=taps * config.BLOCK_C,
+        **by_axis("every_", taps_apart(problem)), **by_axis("back_", outputs_apart(problem)), **finish(problem, config.SPLIT > 1),
     )  # fmt: skip
     defines = {"THREADS": config.THREADS, "BLOCK_C": config.BLOCK_C} | _unrolled(problem, config)
     return defines, args, _constants(problem, args), config.BLOCK_K * taps * config.BLOCK_C

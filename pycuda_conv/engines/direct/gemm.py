@@ -15,12 +15,13 @@ from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.geometry import (
     Phase,
     accumulator_bytes,
+    arguments,
     by_axis,
     ceil,
-    divider,
     few_have_taps,
     filter_last_strides,
     filter_strides,
+    finish,
     needs_64_bits,
     phase_kinds,
     phases,
@@ -30,7 +31,7 @@ from pycuda_conv.engines.geometry import (
     written_strides,
 )
 from pycuda_conv.engines.limits import Takes, Tiles
-from pycuda_conv.engines.schedule import FINISH, INPUT, RESULT, STATIC_SHARED_BYTES, WEIGHT, WORKSPACE, Schedule, finish
+from pycuda_conv.engines.schedule import FINISH, INPUT, RESULT, STATIC_SHARED_BYTES, WEIGHT, WORKSPACE, Schedule
 from pycuda_conv.engines.split_sum import reduce_launch, splits
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.variants import FLAG, VariantSet
@@ -156,25 +157,20 @@ def _product(problem: ConvProblem, config: Gemm, phase: Phase, filter_last: bool
     _, r, s = phase.taps
     _, origin, *steps = places(problem, phase)
     m_tiles = ceil(m, config.BLOCK_M)
-    arguments = GemmArguments(
-        n_pixels=problem.N * plane, plane=plane, by_plane=divider(plane), by_pq=divider(p * q), p=p, q=q, by_q=divider(q),
-        m=m, m_tiles=m_tiles, by_m_tiles=divider(m_tiles),
-        gemm_k=gemm_k, taps=taps, by_taps=divider(taps), by_rs=divider(r * s), r=r, s=s, by_s=divider(s),
-        groups=groups, by_groups=divider(groups),
-        split=split, by_split=divider(split), split_steps=ceil(ceil(gemm_k, config.BLOCK_K), split), part_size=size,
-        **by_axis("", problem.operand_size), **by_axis("stride_", phase.stride), **by_axis("pad_", phase.pad),
-        **by_axis("dil_", phase.dilation),
-        x_image=x.image, x_group=x.group, x_channel=x.channel,
+    args = arguments(
+        GemmArguments, problem, n_pixels=problem.N * plane, plane=plane, pq=p * q, p=p, q=q, m=m, m_tiles=m_tiles, gemm_k=gemm_k, taps=taps,
+        rs=r * s, r=r, s=s, split=split, split_steps=ceil(ceil(gemm_k, config.BLOCK_K), split),
+        **by_axis("stride_", phase.stride), **by_axis("pad_", phase.pad), **by_axis("dil_", phase.dilation),
         **by_axis("x_", [n * x.pixel for n in row_major(problem.operand_size)]),
         w_base=sum(f * n for f, n in zip(phase.first, tap_strides, strict=True)), w_g=w_g, w_m=w_m, w_c=w_c,
         **by_axis("w_", [every * n for every, n in zip(phase.every, tap_strides, strict=True)], "trs"),
-        y_base=origin * y.pixel, y_image=y.image, y_group=y.group, y_channel=y.channel, **by_axis("y_", [n * y.pixel for n in steps]),
+        y_base=origin * y.pixel, **by_axis("y_", [n * y.pixel for n in steps]),
         # the parts of split 16-bit sums are floats
         out_vec=int(fours and phase.step == (1, 1, 1) and not (split > 1 and problem.itemsize == 2)),
         **finish(problem, split > 1), **dict.fromkeys(_OF_RECOMPUTE, 0),
     )  # fmt: skip
     buffers = (INPUT, WEIGHT, *FINISH, RESULT if split == 1 else WORKSPACE)
-    return KernelLaunch("direct_gemm", defines, _grid(problem, config, plane), config.threads, buffers, (), arguments=arguments)
+    return KernelLaunch("direct_gemm", defines, _grid(problem, config, plane), config.threads, buffers, (), arguments=args)
 
 
 def sum_order(problem: ConvProblem, config: Gemm) -> Hashable:

@@ -95,14 +95,12 @@ def _arguments(problem: ConvProblem, config: PatchWgrad) -> Any:
     taps, plane, volume = math.prod(problem.output_size), math.prod(problem.filter_size), math.prod(problem.input_size)
     last = problem.layout == "CHWN"
     return arguments(
-        PatchWgradArguments, slices=config.SLICES, groups=groups, m_tiles=ceil(kg, config.BLOCK_M),
+        PatchWgradArguments, problem, slices=config.SLICES, m_tiles=ceil(kg, config.BLOCK_M),
         n_tiles=ceil(_columns(problem), config.BLOCK_N), total=total, run=ceil(ceil(total, config.SLICES), STEP) * STEP, kg=kg,
-        columns=_columns(problem), cg=cg, taps=taps,
-        rs=r * s, r=r, s=s, plane=plane, pq=p * q, p=p, q=q, **by_axis("", problem.input_size), **by_axis("stride_", problem.dilation),
-        **by_axis("pad_", problem.padding_before), **by_axis("dil_", problem.stride),
-        x_image=groups * cg * volume, x_channel=1 if last else volume, x_pixel=groups * cg if last else 1,
-        y_image=groups * kg * plane, y_channel=1 if last else plane, y_pixel=groups * kg if last else 1,
-        y_vec=int(last and kg % 4 == 0), part_size=math.prod(problem.result_shape),
+        columns=_columns(problem), cg=cg, taps=taps, rs=r * s, r=r, s=s, plane=plane, pq=p * q, p=p, q=q,
+        **by_axis("stride_", problem.dilation), **by_axis("dil_", problem.stride), x_image=groups * cg * volume,
+        x_channel=1 if last else volume, x_pixel=groups * cg if last else 1, y_image=groups * kg * plane, y_channel=1 if last else plane,
+        y_pixel=groups * kg if last else 1, y_vec=int(last and kg % 4 == 0),
     )  # fmt: skip
 
 

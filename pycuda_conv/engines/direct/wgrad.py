@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.direct.configs import Made, Wgrad, layer_constants
-from pycuda_conv.engines.geometry import accumulator_bytes, arguments, by_axis, ceil, divider, near_sides
+from pycuda_conv.engines.geometry import accumulator_bytes, arguments, ceil
 from pycuda_conv.engines.schedule import STATIC_SHARED_BYTES, grid_refusal
 from pycuda_conv.engines.split_sum import time as reduce_time
 from pycuda_conv.engines.struct import kernel_struct
@@ -76,15 +76,12 @@ SIZES = "slices total run d h w pixels r s side_d side_h side_w last_side_d last
 
 def wgrad_launch(problem: ConvProblem, config: Wgrad) -> Made:
     """The arguments and defines of the launch, and the constants of its layer."""
-    (_, r, s), (_, p, q), groups = problem.filter_size, problem.output_size, problem.groups
     taps, pixels, total = math.prod(problem.output_size), math.prod(problem.filter_size), _summed_pixels(problem)
-    chunks, kg = ceil(taps, config.TAPS), problem.K // groups
+    chunks, kg, q = ceil(taps, config.TAPS), problem.K // problem.groups, problem.output_size[2]
     k_blocks, run = ceil(kg, config.FILTERS), ceil(ceil(total, config.SLICES), config.THREADS) * config.THREADS
     args = arguments(
-        WgradArguments, slices=config.SLICES, chunks=chunks, images=problem.N, groups=groups, kg=kg, k_blocks=k_blocks, total=total,
-        run=run, **by_axis("", problem.input_size), pixels=pixels, by_rs=divider(r * s), r=r, s=s, taps=taps, by_pq=divider(p * q), p=p,
-        q=q, **by_axis("stride_", problem.stride), **by_axis("pad_", problem.padding_before), **by_axis("dil_", problem.dilation),
-        **(near_sides(problem) or {}),
+        WgradArguments, problem, slices=config.SLICES, chunks=chunks, images=problem.N, kg=kg, k_blocks=k_blocks, total=total, run=run,
+        pixels=pixels, taps=taps,
     )  # fmt: skip
     defines = {"THREADS": config.THREADS, "TAPS": config.TAPS, "FILTERS": config.FILTERS} | ({"BORDERED": 1} if problem.border else {})
     common = {"Q": q} if _square(problem) and config.TAPS == taps else {}

@@ -18,7 +18,7 @@ from pycuda_conv.engines.base import AMONG_TRANSFORMS, Config, fastest
 from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.geometry import NO_SIDES, arguments, bits, by_axis, ceil, filter_strides, near_sides, needs_64_bits
 from pycuda_conv.engines.limits import NOT_EMPTY, UNIT_STEPS, Takes, Tiles
-from pycuda_conv.engines.schedule import INPUT, OPERANDS, PACKED, WEIGHT, WORKSPACE, Arena, Schedule, finish, grid_refusal, shared_limit
+from pycuda_conv.engines.schedule import INPUT, OPERANDS, PACKED, WEIGHT, WORKSPACE, Arena, Schedule, grid_refusal, shared_limit
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
@@ -175,20 +175,12 @@ LEGAL = Tiles(TAKES, BlockFft, _fits)
 
 def adds_border(source: ConvProblem, problem: ConvProblem, config: BlockFft) -> bool:
     """Whether :func:`schedule` takes the image of `source`, which has a border, for the wider one of `problem`."""
-    return source.direction == "fprop" and source.border is not None and not source.input_dtype and near_sides(source) is not None
+    return source.direction == "fprop"
 
 
-def schedule_with_border(source: ConvProblem, config: BlockFft, device: Device) -> Schedule:
-    """The launches of `config` for the :attr:`ConvProblem.padded` of `source`, which read its image: see :func:`adds_border`."""
-    return _launches_of(source.padded, config, device, source)
-
-
-def schedule(problem: ConvProblem, config: BlockFft, device: Device, with_moments: bool = False) -> Schedule:
-    """The launches of `config` for `problem`."""
-    return _launches_of(problem, config, device)
-
-
-def _launches_of(problem: ConvProblem, config: BlockFft, device: Device, source: ConvProblem | None = None) -> Schedule:
+def schedule(
+    problem: ConvProblem, config: BlockFft, device: Device, with_moments: bool = False, source: ConvProblem | None = None
+) -> Schedule:
     """The launches for `problem`; with `source` they read its image instead, and find its border.
 
     On a GPU the filters' spectra are their packed form. OpenCL launches take whole buffers, so there they lie in the workspace.
@@ -311,7 +303,7 @@ def _arguments(
 ) -> Any:
     """The arguments of launches that read the filter, or else the images, those of `source` if there is one; :data:`LATER` are 0."""
     read = source or problem
-    (t, r, s), (o, p, q), (d, h, w) = problem.filter_size, problem.result_size, read.operand_size
+    (t, r, s), (o, p, _), (d, h, w) = problem.filter_size, problem.result_size, read.operand_size
     sides = None if source is None or of_filter else near_sides(source)
     groups, written, linear = problem.groups, problem.result_channels // problem.groups, _is_line(problem)
     f_group, f_written, _ = filter_strides(problem)
@@ -341,12 +333,11 @@ def _arguments(
     result_rows = length_h if linear else min(blocks.used[1], p)
     results_of_plane = ceil(result_rows, batch)
     return arguments(
-        BlocksArguments, **what, **dict.fromkeys(LATER, 0), linear=int(linear), **by_axis("used_", blocks.used),
-        length_h=length_h, length_w=length_w, eighth_w=length_w // 8, factors_w=_packed_factors(of_w), count_w=len(of_w),
-        rows=rows, groups=length_w // batch, parts=rows // batch, parts_of_plane=parts_of_plane, segment=length_w // SEGMENTS,
-        result_parts=min(blocks.used[0], o) * results_of_plane, result_parts_of_plane=results_of_plane,
-        k=groups * written, per_group=written, o=o, p=p, q=q, f_group=f_group, f_written=f_written, t=t, r=r, s=s, flipped=int(not forward),
-        limit=bits(limit, 8), bordered=int(sides is not None), **(sides or NO_SIDES), **finish(problem),
+        BlocksArguments, problem, **what, **dict.fromkeys(LATER, 0), linear=int(linear), **by_axis("used_", blocks.used), length_h=length_h,
+        length_w=length_w, eighth_w=length_w // 8, factors_w=_packed_factors(of_w), count_w=len(of_w), rows=rows, groups=length_w // batch,
+        parts=rows // batch, parts_of_plane=parts_of_plane, segment=length_w // SEGMENTS,
+        result_parts=min(blocks.used[0], o) * results_of_plane, result_parts_of_plane=results_of_plane, per_group=written, f_group=f_group,
+        f_written=f_written, flipped=int(not forward), limit=bits(limit, 8), bordered=int(sides is not None), **(sides or NO_SIDES),
     )  # fmt: skip
 
 

@@ -30,7 +30,6 @@ from pycuda_conv.engines.schedule import (
     Arena,
     Schedule,
     check_shared,
-    finish,
     grid_refusal,
     shared_limit,
 )
@@ -247,7 +246,7 @@ def schedule(problem: ConvProblem, config: Fft, device: Device, with_moments: bo
 
 def _arguments(problem: ConvProblem, tiles: _Tiles, of_filter: bool) -> Any:
     """The arguments of launches that read the filter, or else the images."""
-    (_, r, s), (_, p, q), (_, h, w) = problem.filter_size, problem.result_size, problem.operand_size
+    (_, r, s), (_, h, w) = problem.filter_size, problem.operand_size
     groups, read, written = problem.groups, problem.operand_channels // problem.groups, problem.result_channels // problem.groups
     f_group, f_written, f_read = filter_strides(problem)
     forward, (_, pad_h, pad_w) = problem.direction == "fprop", problem.padding_before
@@ -267,11 +266,10 @@ def _arguments(problem: ConvProblem, tiles: _Tiles, of_filter: bool) -> Any:
             "box_h": tiles.box[0], "box_w": tiles.box[1],
         }  # fmt: skip
     return arguments(
-        FftArguments, **what, channels=read, gain=0, used_h=tiles.used[0], used_w=tiles.used[1],
-        parts_w=PARTS if _is_line(problem) else SIDE, part_h=tiles.part[0], part_w=tiles.part[1], k=groups * written, per_group=written,
-        p=p, q=q, f_group=f_group, f_written=f_written, f_read=f_read, r=r, s=s, flipped=int(not forward),
-        read_at=0, written_at=0, flags_at=0, maps_at=0, filter_flags_at=0, norms_at=0, filter_norms_at=0, least=0,
-        **finish(problem),
+        FftArguments, problem, **what, channels=read, gain=0, used_h=tiles.used[0], used_w=tiles.used[1],
+        parts_w=PARTS if _is_line(problem) else SIDE, part_h=tiles.part[0], part_w=tiles.part[1], per_group=written, f_group=f_group,
+        f_written=f_written, f_read=f_read, flipped=int(not forward), read_at=0, written_at=0, flags_at=0, maps_at=0, filter_flags_at=0,
+        norms_at=0, filter_norms_at=0, least=0,
     )  # fmt: skip
 
 

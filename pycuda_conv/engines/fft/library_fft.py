@@ -17,9 +17,9 @@ from itertools import product
 
 from pycuda_conv.engines.base import BY_RULE, Config
 from pycuda_conv.engines.costs import costs, spread
-from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_strides, needs_64_bits, read_strides, written_strides
+from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_strides, needs_64_bits
 from pycuda_conv.engines.limits import NOT_EMPTY, Takes, Tiles
-from pycuda_conv.engines.schedule import INPUT, OPERANDS, WEIGHT, WORKSPACE, Arena, Schedule, finish
+from pycuda_conv.engines.schedule import INPUT, OPERANDS, WEIGHT, WORKSPACE, Arena, Schedule
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
@@ -157,10 +157,8 @@ def schedule(problem: ConvProblem, config: LibraryFft, device: Device, with_mome
 
 
 def _finish(problem: ConvProblem, args: Transforms, sums: int, limits: int) -> KernelLaunch:
-    x, y = read_strides(problem), written_strides(problem)
     w_group, w_written, w_read = filter_strides(problem)
-    forward, (_, p, q) = problem.direction == "fprop", problem.result_size
-    size, plane = math.prod(problem.result_shape), math.prod(problem.result_size)
+    forward, size = problem.direction == "fprop", math.prod(problem.result_shape)
     axes = [i for i in range(3) if not problem.input_size[i] == problem.filter_size[i] == problem.output_size[i] == 1] or [2]
 
     def of_axes(prefix: str, values: tuple[int, ...], missing: int) -> dict[str, int]:
@@ -173,13 +171,10 @@ def _finish(problem: ConvProblem, args: Transforms, sums: int, limits: int) -> K
     tap = [d if forward else -d for d in problem.dilation]
     apart = [1 if forward else s for s in problem.stride]
     finish_args = arguments(
-        LibraryFftArguments, size=size, plane=plane, pq=p * q, q=q, written=args.written, groups=args.groups,
-        sums_at=sums // 8, limits_at=limits // 8,
-        blocks=math.prod(args.blocks), blocks_h=blocks["blocks_h"], blocks_w=blocks["blocks_w"], **of_axes("used_", args.held, 1),
-        **by_axis("step_", steps), **by_axis("first_", firsts), **by_axis("tap_", tap), **by_axis("apart_", apart),
-        **dict(zip("dhw", problem.operand_size, strict=True)), **dict(zip("trs", problem.filter_size, strict=True)), channels=args.read,
-        x_image=x.image, x_group=x.group, x_channel=x.channel, w_group=w_group, w_written=w_written, w_read=w_read,
-        y_image=y.image, y_group=y.group, y_channel=y.channel, **finish(problem),
+        LibraryFftArguments, problem, written=args.written, sums_at=sums // 8, limits_at=limits // 8, blocks=math.prod(args.blocks),
+        blocks_h=blocks["blocks_h"], blocks_w=blocks["blocks_w"], **of_axes("used_", args.held, 1), **by_axis("step_", steps),
+        **by_axis("first_", firsts), **by_axis("tap_", tap), **by_axis("apart_", apart), channels=args.read, w_group=w_group,
+        w_written=w_written, w_read=w_read,
     )  # fmt: skip
     defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(needs_64_bits(problem)), "THREADS": THREADS}
     buffers = *OPERANDS, WORKSPACE

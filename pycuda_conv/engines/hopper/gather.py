@@ -35,7 +35,7 @@ from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes
 from pycuda_conv.engines.layout import transpose_filter
 from pycuda_conv.engines.limits import HOPPER, Takes, Tiles
 from pycuda_conv.engines.packed_product import written_places
-from pycuda_conv.engines.schedule import FINISH, INPUT, PACKED, RESULT, WEIGHT, Arena, Schedule, finish, finish_constants
+from pycuda_conv.engines.schedule import FINISH, INPUT, PACKED, RESULT, WEIGHT, Arena, Schedule, finish_constants
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, why_not_one_product
 from pycuda_conv.engines.variants import VariantSet
@@ -203,18 +203,14 @@ def _arguments(problem: ConvProblem, config: GatherNhwc) -> Any:
     """The kernel's arguments."""
     (phase,), runs = phases(problem), _runs(problem)
     across, down = _tiles(problem, config)
-    _, height, width = problem.result_size
-    plane, each, blocks = math.prod(problem.result_size), runs.copy // problem.itemsize, _stages(problem)
+    each, blocks = runs.copy // problem.itemsize, _stages(problem)
     written = written_places(problem, phase)
     del written["out_image"], written["out_row"]
-    depth, high, wide = problem.operand_size
     return arguments(
-        GatherPhase, tiles=across * down, tiles_n=across, blocks=blocks, part=ceil(blocks, config.CLUSTER), rows=problem.result_channels,
+        GatherPhase, problem, tiles=across * down, tiles_n=across, blocks=blocks, part=ceil(blocks, config.CLUSTER),
         copies=math.prod(runs.taps) * runs.length // each, tap_copies=runs.length // each, tap_t=runs.taps[0], tap_r=runs.taps[1],
-        tap_s=runs.taps[2], **by_axis("dilation_", phase.dilation), depth=depth, height=high, width=wide, channels=problem.operand_channels,
-        pixels=problem.N * plane, **by_axis("stride_", phase.stride), **by_axis("low_", [-pad for pad in phase.pad]), load_plane=plane,
-        load_pq=height * width, load_q=width, plane=plane, pq=height * width, q=width, **written,
-        store_mode=store_mode(problem, config.BLOCK_N, phase), **finish(problem),
+        tap_s=runs.taps[2], **by_axis("dilation_", phase.dilation), **by_axis("low_", [-pad for pad in phase.pad]), **written,
+        store_mode=store_mode(problem, config.BLOCK_N, phase),
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from pycuda_conv.engines.geometry import arguments, by_axis, ceil, pixel_by_pixe
 from pycuda_conv.engines.hopper.common import CLOCK, ROW, at_once, map_type, most_shared, stage_channels
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes
 from pycuda_conv.engines.limits import HOPPER, ONE_GROUP, Takes, Tiles
-from pycuda_conv.engines.schedule import FINISH, INPUT, RESULT, WEIGHT, Schedule, finish, finish_constants
+from pycuda_conv.engines.schedule import FINISH, INPUT, RESULT, WEIGHT, Schedule, finish_constants
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, why_not_one_product
 from pycuda_conv.engines.variants import FLAG, VariantSet
@@ -107,19 +107,13 @@ GatheredPlanesProduct = kernel_struct("hopper_gathered_planes", "GatheredPlanesP
 def schedule(problem: ConvProblem, config: GatheredPlanes, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`."""
     down, across, steps = _tiles(problem, config)
-    (depth, height, width), (_, high, wide) = problem.operand_size, problem.result_size
-    channels, rows = problem.operand_channels, problem.result_channels
-    x_plane, plane = depth * height * width, math.prod(problem.result_size)
     backward, gathers = problem.direction == "dgrad", _gathers_filter(problem)
     args = arguments(
-        GatheredPlanesProduct, tiles_m=down, steps=steps, part=ceil(steps, config.CLUSTER), rows=rows, channels=channels, depth=depth,
-        height=height, width=width, x_image=channels * x_plane, x_channel=x_plane, pixels=problem.N * plane,
+        GatheredPlanesProduct, problem, tiles_m=down, steps=steps, part=ceil(steps, config.CLUSTER),
         **by_axis("stride_", (1, 1, 1) if backward else problem.stride),
         **by_axis("low_", [pad if backward else -pad for pad in problem.padding_before]),
         has_dgrad_stride=int(backward and problem.stride != (1, 1, 1)), **by_axis("dgrad_stride_", problem.stride),
-        load_plane=plane, load_pq=high * wide,
-        load_q=wide, y_image=rows * plane, y_channel=plane,
-        wide=int(_wide(problem)), pairs=int(plane % 2 == 0), **finish(problem),
+        wide=int(_wide(problem)), pairs=int(math.prod(problem.result_size) % 2 == 0),
     )  # fmt: skip
     first, last = problem.weight_shape[:2]
     size, box = problem.itemsize, stage_channels(problem)

@@ -13,7 +13,7 @@ from typing import Any
 
 from pycuda_conv.engines import packing
 from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing, filter_sizes, packed_key, row_blocks
-from pycuda_conv.engines.geometry import arguments, by_axis, ceil
+from pycuda_conv.engines.geometry import arguments, by_axis, ceil, finish
 from pycuda_conv.engines.hopper.common import THREADS
 from pycuda_conv.engines.hopper.gemm_tiles import (
     KERNEL,
@@ -45,7 +45,7 @@ from pycuda_conv.engines.limits import HOPPER
 from pycuda_conv.engines.packed_product import assemble, repeat_arguments, tap_numbers, written_places
 from pycuda_conv.engines.packing import Operands, packs_filter_last
 from pycuda_conv.engines.range_guard import MomentsLayout, recompute_arguments
-from pycuda_conv.engines.schedule import FINISH, INPUT, RESULT, WEIGHT, Moments, Schedule, finish, finish_constants
+from pycuda_conv.engines.schedule import FINISH, INPUT, RESULT, WEIGHT, Moments, Schedule, finish_constants
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import FLOAT, limbs, products
 from pycuda_conv.problem import ConvProblem
@@ -64,19 +64,10 @@ def adds_border(source: ConvProblem, problem: ConvProblem, config: ImplicitGemm)
     return packing.adds_border(source, problem, windows=True)
 
 
-def schedule(problem: ConvProblem, config: ImplicitGemm, device: Device, with_moments: bool = False) -> Schedule:
-    """The launches of `config`, which can run `problem`. With `with_moments` they also compute the result's moments, if they can."""
-    return _launches_of(problem, config, device, with_moments)
-
-
-def schedule_with_border(source: ConvProblem, config: ImplicitGemm, device: Device) -> Schedule:
-    """The launches of `config` for the :attr:`ConvProblem.padded` of `source`, which read its image: see :func:`adds_border`."""
-    return _launches_of(source.padded, config, device, source=source)
-
-
-def _launches_of(
+def schedule(
     problem: ConvProblem, config: ImplicitGemm, device: Device, with_moments: bool = False, source: ConvProblem | None = None
 ) -> Schedule:
+    """The launches of `config`, which can run `problem`; they note moments if they can. Packing writes the border of `source`."""
     multiprocessors = device.multiprocessors
     made = _schedule(problem, config, multiprocessors, with_moments, source=source)
     if reads_filter(problem):
@@ -259,14 +250,13 @@ def _arguments(
     stride, low = (((1, 1, 1), (0, 0, 0)) if flat else (addressing.stride, addressing.low))
     return arguments(
         GemmPhase, **of_launch, tiles=tiles_m * tiles_pixels * config.SPLIT * groups, tiles_m=tiles_m, splits=config.SPLIT,
-        split_stages=ceil(ceil(blocks, 64 // packed.load), config.SPLIT), tiles_pixels=tiles_pixels,
-        blocks=blocks, channel_blocks=channel_blocks, rows_group=rows // groups, rows=rows, blocks_group=blocks_group,
+        split_stages=ceil(ceil(blocks, 64 // packed.load), config.SPLIT), tiles_pixels=tiles_pixels, blocks=blocks,
+        channel_blocks=channel_blocks, rows_group=rows // groups, rows=rows, blocks_group=blocks_group,
         row_blocks=row_blocks(problem, packed), channels_group=packed.group, channels=groups * packed.group,
         **tap_numbers(packed, addressing), **by_axis("dilation_", addressing.dilation), pixels=pixels, limb_images=1 if flat else problem.N,
         spatial_dims=addressing.spatial_dims, load_plane=pixels if flat else plane, load_pq=pixels if flat else size[1] * size[2],
         load_q=pixels if flat else size[2], **by_axis("stride_", stride), **by_axis("low_", low), plane=plane, pq=size[1] * size[2],
-        q=size[2], **written_places(problem, phase), out_part=math.prod(problem.result_shape),
-        **finish(problem, config.SPLIT > 1),
+        q=size[2], **written_places(problem, phase), out_part=math.prod(problem.result_shape), **finish(problem, config.SPLIT > 1),
     )  # fmt: skip
 
 

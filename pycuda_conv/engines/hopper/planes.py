@@ -17,7 +17,7 @@ from pycuda_conv.engines.geometry import arguments, ceil
 from pycuda_conv.engines.hopper.common import CLOCK, ROW, most_shared
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring
 from pycuda_conv.engines.limits import HALVES, HOPPER, IN_32_BITS, NOT_EMPTY, ONE_GROUP, POINTWISE, Takes, Tiles
-from pycuda_conv.engines.schedule import FINISH, INPUT, RESULT, WEIGHT, Schedule, finish, finish_constants
+from pycuda_conv.engines.schedule import FINISH, INPUT, RESULT, WEIGHT, Schedule, finish_constants
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF
 from pycuda_conv.engines.variants import FLAG, VariantSet
@@ -99,11 +99,8 @@ PlanesProduct = kernel_struct("hopper_planes", "PlanesProduct")
 def schedule(problem: ConvProblem, config: Planes, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`."""
     down, across, steps = _tiles(problem, config)
-    plane, own = math.prod(problem.operand_size), TILES[config.BLOCK_M, config.BLOCK_N]
-    args = arguments(
-        PlanesProduct, tiles=problem.N * down * across, tiles_m=down, tiles_n=across, steps=steps, rows=problem.result_channels,
-        plane=plane, **finish(problem),
-    )  # fmt: skip
+    own = TILES[config.BLOCK_M, config.BLOCK_N]
+    args = arguments(PlanesProduct, problem, tiles=problem.N * down * across, tiles_m=down, tiles_n=across, steps=steps)
     backward = problem.direction == "dgrad"
     first, last = problem.weight_shape[:2]
     of_filter = TensorMap(WEIGHT, 0, (last, first, 1), (2 * last, 2 * last * first), (BLOCK, BLOCK, 1), ROW, problem.dtype)

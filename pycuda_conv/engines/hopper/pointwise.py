@@ -20,19 +20,7 @@ from pycuda_conv.engines.hopper.common import SHARED_BYTES, THREADS
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring
 from pycuda_conv.engines.limits import HOPPER, IN_32_BITS, NOT_EMPTY, ONE_GROUP, Takes, Tiles, types
 from pycuda_conv.engines.range_guard import MomentsLayout
-from pycuda_conv.engines.schedule import (
-    FINISH,
-    INPUT,
-    PACKED,
-    RESULT,
-    WEIGHT,
-    WORKSPACE,
-    Arena,
-    Moments,
-    Schedule,
-    finish,
-    finish_constants,
-)
+from pycuda_conv.engines.schedule import FINISH, INPUT, PACKED, RESULT, WEIGHT, WORKSPACE, Arena, Moments, Schedule, finish_constants
 from pycuda_conv.engines.split_sum import reduce_launch, splits
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import limbs, products
@@ -186,10 +174,8 @@ class _Product:
         """The kernel's arguments."""
         plane = math.prod(problem.operand_size)
         return arguments(
-            PointwiseProduct, tiles=self.tiles, across=self.across, down=self.down, steps=self.steps, each=ceil(self.steps, self.splits),
-            rows=self.rows, columns=self.columns, boxes=ceil(plane, 32), plane=plane, busy=self.busy, row_step=self.row_step,
-            column_step=self.column_step, size=math.prod(problem.result_shape),
-            pairs=int(self.column_step == 1 and self.columns % 2 == 0), **finish(problem),
+            PointwiseProduct, problem, self, tiles=self.tiles, each=ceil(self.steps, self.splits), boxes=ceil(plane, 32), plane=plane,
+            pairs=int(self.column_step == 1 and self.columns % 2 == 0),
         )
 
 

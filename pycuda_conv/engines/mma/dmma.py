@@ -23,14 +23,14 @@ from pycuda_conv.engines.geometry import (
     by_axis,
     ceil,
     filter_strides,
+    finish,
     phases,
     places,
-    read_strides,
     too_many_phases,
     written_strides,
 )
 from pycuda_conv.engines.limits import NOT_EMPTY, Takes, Tiles, of_capability, types
-from pycuda_conv.engines.schedule import FINISH, INPUT, PACKED, RESULT, WEIGHT, WORKSPACE, Buffer, Schedule, finish
+from pycuda_conv.engines.schedule import FINISH, INPUT, PACKED, RESULT, WEIGHT, WORKSPACE, Buffer, Schedule
 from pycuda_conv.engines.split_sum import reduce_launch, splits
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.variants import FLAG, VariantSet
@@ -360,23 +360,20 @@ def _arguments(problem: ConvProblem, config: Dmma, form: _Form, part: _Part, pac
     inner = max(channels if packed else taps, 1)
     o, p, q = phase.size
     reduction = channels * taps
-    x, y = read_strides(problem), written_strides(problem)
+    y = written_strides(problem)
     _, y_base, *y_steps = places(problem, phase)
     _, height, width = problem.result_size
     pairs = y.pixel == 1 and phase.step == (1, 1, 1) and not any(n % 2 for n in (y.image, y.group, y.channel, o * p * q))
     axes = {
-        "": problem.operand_size, "stride_": phase.stride, "pad_": phase.pad, "dilation_": phase.dilation, "y_": y_steps,
+        "stride_": phase.stride, "pad_": phase.pad, "dilation_": phase.dilation, "y_": y_steps,
         "phase_": (height * width * y.pixel, width * y.pixel, y.pixel),
     }
     return arguments(
-        DmmaArguments, pixels=problem.N * o * p * q, rows=rows, reduction=reduction, groups=groups, splits=config.SPLIT,
+        DmmaArguments, problem, pixels=problem.N * o * p * q, rows=rows, reduction=reduction, splits=config.SPLIT,
         split_steps=ceil(ceil(reduction, block_k(config)), config.SPLIT), tiles_m=ceil(rows, config.BLOCK_M), channels_inside=int(packed),
-        inner=inner, rs=max(r * s, 1), s=max(s, 1), opq=o * p * q, pq=p * q, q=q,
-        w_base=w_base, w_group=w_group, w_row=w_row, w_channel=w_channel, **by_axis("w_", of_taps, "trs"),
-        x_image=x.image, x_group=x.group, x_channel=x.channel, x_pixel=x.pixel,
-        y_image=y.image, y_group=y.group, y_channel=y.channel, y_pixel=y.pixel, y_base=y_base,
-        phases=part.phases, phases_hw=part.many[1] * part.many[2], phases_w=part.many[2],
-        size=math.prod(problem.result_shape), pairs=int(pairs), **finish(problem, config.SPLIT > 1),
+        inner=inner, rs=max(r * s, 1), s=max(s, 1), opq=o * p * q, pq=p * q, q=q, w_base=w_base, w_group=w_group, w_row=w_row,
+        w_channel=w_channel, **by_axis("w_", of_taps, "trs"), y_base=y_base, phases=part.phases, phases_hw=part.many[1] * part.many[2],
+        phases_w=part.many[2], pairs=int(pairs), **finish(problem, config.SPLIT > 1),
         **{prefix + axis: n for prefix, numbers in axes.items() for axis, n in zip("dhw", numbers, strict=True)},
     )
 

@@ -18,7 +18,7 @@ from pycuda_conv.engines.costs import bytes_moved, costs
 from pycuda_conv.engines.geometry import NO_SIDES, arguments, by_axis, ceil, near_sides
 from pycuda_conv.engines.limits import AMPERE, IN_32_BITS, NOT_EMPTY, Takes, Tiles, types
 from pycuda_conv.engines.mma.common import SHARED_BYTES
-from pycuda_conv.engines.schedule import OPERANDS, Schedule, finish, finish_constants
+from pycuda_conv.engines.schedule import OPERANDS, Schedule, finish_constants
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, products
 from pycuda_conv.engines.variants import FLAG, VariantSet
@@ -181,7 +181,7 @@ def adds_border(source: ConvProblem, problem: ConvProblem, config: FewInputs) ->
 
     What columns beside an image show has to lie in the same patch: so for mirrors, and filters as wide as twice the border.
     """
-    if source.direction != "fprop" or source.border is None or source.input_dtype or near_sides(source) is None:
+    if source.direction != "fprop" or source.border is None:
         return False
     beside = max(source.padding_before[2], source.padding_after[2])
     reach = (source.filter_size[2] - 1) * source.dilation[2] + 1
@@ -193,18 +193,12 @@ def _of_zeros(source: ConvProblem) -> ConvProblem:
     return replace(source, border=None, border_value=0.0, result_dtype="")
 
 
-def schedule_with_border(source: ConvProblem, config: FewInputs, device: Device) -> Schedule:
-    """The launches of `config` for the :attr:`ConvProblem.padded` of `source`, which read its image: see :func:`adds_border`."""
-    return _launches_of(_of_zeros(source), config, device, near_sides(source))
-
-
-def schedule(problem: ConvProblem, config: FewInputs, device: Device, with_moments: bool = False) -> Schedule:
-    """The launches of `config`, which can run `problem`; they note no moments."""
-    return _launches_of(problem, config, device, None)
-
-
-def _launches_of(problem: ConvProblem, config: FewInputs, device: Device, sides: dict[str, int] | None) -> Schedule:
-    return Schedule.reading(problem, lambda strides: [[_launch(problem, config, device, strides, sides)]])
+def schedule(
+    problem: ConvProblem, config: FewInputs, device: Device, with_moments: bool = False, source: ConvProblem | None = None
+) -> Schedule:
+    """The launches of `config`, which can run `problem`; they note no moments. With `source` they read its image."""
+    sides, seen = (near_sides(source), _of_zeros(source)) if source else (None, problem)
+    return Schedule.reading(problem, lambda strides: [[_launch(seen, config, device, strides, sides)]])
 
 
 def _launch(
@@ -215,8 +209,6 @@ def _launch(
     `sides` say what stands outside of the image, if that is not zeros.
     """
     tile, forward = _tile(problem, config), problem.direction == "fprop"
-    depth, height, width = problem.operand_size
-    o, p, q = problem.result_size
     taps, channels = math.prod(problem.filter_size), _channels(problem)
     w_group, w_k, w_c, w_tap = filter_steps
     if forward:
@@ -230,19 +222,13 @@ def _launch(
         wide = int(problem.result_channels % (8 if problem.itemsize == 2 and config.BLOCK_N % 32 == 0 else 4) == 0)
     workers = _workers(tile, device)
     args = arguments(
-        FewInputsArguments, workers=workers, tiles=tile.tiles, tiles_w=tile.tiles_w, tiles_h=tile.tiles_h, out_d=o,
-        column_bits=config.COLUMNS.bit_length() - 1, rows=tile.rows, k=problem.result_channels // problem.groups, steps=tile.steps,
-        words=tile.words, row_words=tile.row_words, run=tile.run, lead=tile.lead,
-        tap_s=1 if problem.dilation[2] == 1 else problem.filter_size[2], tap_r=problem.filter_size[1], c=channels, pixel=pixel,
-        slices=problem.filter_size[0], groups=problem.groups, group_chunks=tile.chunks // problem.groups, w_group=w_group, w_k=w_k,
-        w_c=w_c, w_tap=w_tap, w_order=order, outer=outer, inner=inner, filters=config.BLOCK_N * channels * taps, taps=taps,
+        FewInputsArguments, problem, tile, workers=workers, out_d=problem.result_size[0], column_bits=config.COLUMNS.bit_length() - 1,
+        k=problem.result_channels // problem.groups, tap_s=1 if problem.dilation[2] == 1 else problem.filter_size[2],
+        tap_r=problem.filter_size[1], c=channels, pixel=pixel, slices=problem.filter_size[0], group_chunks=tile.chunks // problem.groups,
+        w_group=w_group, w_k=w_k, w_c=w_c, w_tap=w_tap, w_order=order, outer=outer, inner=inner, filters=config.BLOCK_N * channels * taps,
         last_tap=-1 if forward else taps - 1, row_taps=tile.run // pixel, channel_words=tile.words // channels if planes else 0,
-        depth=depth, height=height, width=width, patch=tile.patch, patch_rows=tile.patch_rows, pitch=tile.pitch, unit=tile.unit,
-        units=tile.pitch // tile.unit, shift=tile.shift, stages=tile.stages, stage_bytes=tile.stage_bytes,
-        **by_axis("stride_", problem.stride if forward else (1, 1, 1)), **by_axis("low_", _low(problem)),
-        **by_axis("dilation_", problem.dilation), p=p, q=q, table_at=tile.table_at, places_at=tile.places_at, patch_at=tile.patch_at,
-        copy_at=tile.copy_at, wide=wide, transposed_at=tile.transpose_at, bordered=int(sides is not None), **(sides or NO_SIDES),
-        **finish(problem),
+        units=tile.pitch // tile.unit, **by_axis("stride_", problem.stride if forward else (1, 1, 1)), **by_axis("low_", _low(problem)),
+        wide=wide, transposed_at=tile.transpose_at, bordered=int(sides is not None), **(sides or NO_SIDES),
     )  # fmt: skip
     defines = {"TYPE": ELEMENTS[problem.dtype], "BLOCK_N": config.BLOCK_N, "PLANES": int(planes), "PRODUCTS": products(problem)}
     return KernelLaunch(

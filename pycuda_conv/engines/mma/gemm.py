@@ -16,7 +16,7 @@ from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing, filter
 from pycuda_conv.engines.addressing import why_not as why_not_packed
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.costs import costs
-from pycuda_conv.engines.geometry import arguments, by_axis, ceil
+from pycuda_conv.engines.geometry import arguments, by_axis, ceil, finish
 from pycuda_conv.engines.hopper.ring import Ring
 from pycuda_conv.engines.limits import AMPERE, Takes, Tiles
 from pycuda_conv.engines.mma.common import SHARED_BYTES, product_rate
@@ -24,7 +24,7 @@ from pycuda_conv.engines.packed_product import ARITHMETICS, arithmetic, assemble
 from pycuda_conv.engines.packing import Operands, packs_filter_last
 from pycuda_conv.engines.packing_time import overhead
 from pycuda_conv.engines.range_guard import MomentsLayout
-from pycuda_conv.engines.schedule import FINISH, Schedule, finish, finish_constants
+from pycuda_conv.engines.schedule import FINISH, Schedule, finish_constants
 from pycuda_conv.engines.split_sum import splits
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import FLOAT, limbs, products
@@ -123,19 +123,10 @@ def adds_border(source: ConvProblem, problem: ConvProblem, config: ImplicitGemm8
     return packing.adds_border(source, problem, windows=False)
 
 
-def schedule(problem: ConvProblem, config: ImplicitGemm80, device: Device, with_moments: bool = False) -> Schedule:
-    """The launches of `config`, which can run `problem`; they note no moments."""
-    return _launches_of(problem, config, device, with_moments)
-
-
-def schedule_with_border(source: ConvProblem, config: ImplicitGemm80, device: Device) -> Schedule:
-    """The launches of `config` for the :attr:`ConvProblem.padded` of `source`, which read its image: see :func:`adds_border`."""
-    return _launches_of(source.padded, config, device, source=source)
-
-
-def _launches_of(
+def schedule(
     problem: ConvProblem, config: ImplicitGemm80, device: Device, with_moments: bool = False, source: ConvProblem | None = None
 ) -> Schedule:
+    """The launches of `config`, which can run `problem`; they note no moments. Packing writes the border of `source`."""
     multiprocessors = device.multiprocessors
 
     def products(
@@ -167,13 +158,11 @@ def _product(
         GemmPhase, tiles_m=tiles_m, splits=config.SPLIT, split_stages=ceil(ceil(math.prod(addressing.taps) * chunks, 4), config.SPLIT),
         tiles_pixels=tiles_pixels, chunks=math.prod(addressing.taps) * chunks, chunks_group=chunks, chunks_pixel=problem.groups * chunks,
         rows_group=rows // problem.groups, rows=rows, blocks_group=blocks, channel_blocks=channel_blocks,
-        w_block=_w_chunks(problem, packed), piece_bits=(packed.load // 8).bit_length() - 1,
-        x_limb=_x_chunks(problem, packed), **tap_numbers(packed, addressing),
-        **by_axis("size_", packed.size), **by_axis("stride_", addressing.stride), **by_axis("low_", addressing.low),
-        **by_axis("dilation_", addressing.dilation),
-        pixels=problem.N * plane, plane=plane, pq=phase.size[1] * row, q=row, **written_places(problem, phase),
-        out_part=math.prod(problem.result_shape), scaled=int(problem.dtype == "float32"), x_tiles=x_tiles,
-        **finish(problem, config.SPLIT > 1),
+        w_block=_w_chunks(problem, packed), piece_bits=(packed.load // 8).bit_length() - 1, x_limb=_x_chunks(problem, packed),
+        **tap_numbers(packed, addressing), **by_axis("size_", packed.size), **by_axis("stride_", addressing.stride),
+        **by_axis("low_", addressing.low), **by_axis("dilation_", addressing.dilation), pixels=problem.N * plane, plane=plane,
+        pq=phase.size[1] * row, q=row, **written_places(problem, phase), out_part=math.prod(problem.result_shape),
+        scaled=int(problem.dtype == "float32"), x_tiles=x_tiles, **finish(problem, config.SPLIT > 1),
     )
     defines = arithmetic(problem, phase, config.SPLIT > 1) | {"BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "STAGES": config.STAGES}
     grid, shared = _blocks(problem, config, addressing), config.STAGES * _ring(config, limbs(problem)).stage

@@ -21,7 +21,7 @@ from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.geometry import Phase, arguments, ceil, phases, row_major, too_many_phases
 from pycuda_conv.engines.limits import AMPERE, TWO_AXES, Takes, Tiles
 from pycuda_conv.engines.mma.common import SHARED_BYTES, product_rate
-from pycuda_conv.engines.schedule import OPERANDS, Schedule, finish, finish_constants
+from pycuda_conv.engines.schedule import OPERANDS, Schedule, finish_constants
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, why_not_one_product
 from pycuda_conv.engines.variants import VariantSet
@@ -248,19 +248,17 @@ def _arguments(problem: ConvProblem, config: GroupedNhwc, w_strides: tuple[int, 
     group_step, row_step, channel_step, tap_step = w_strides
     width = problem.filter_size[2]
     return arguments(
-        GroupedPhase, unit_blocks=_unit_blocks(problem, config), blocks=blocks, tiles=_tiles(view, config),
-        tiles_p=ceil(down.size, config.TILE_P), tiles_q=ceil(right.size, config.TILE_Q), units=config.UNITS,
-        unit_groups=units.groups, units_group=units.a_group, groups=groups,
-        read=problem.operand_channels // groups, written=problem.result_channels // groups, steps=units.steps, chunks=chunks,
-        pitch=pitch(chunks), images=config.IMAGES, rows=config.TILE_P, columns=config.TILE_Q, tile_h=tile_h, tile_w=tile_w,
-        rows_x=config.IMAGES * tile_h, jobs_q=jobs_q, jobs=jobs_q * config.TILE_P // ROWS, n=view.images, c=problem.operand_channels,
-        h=view.operand[0], w=view.operand[1], pixel=problem.operand_channels * problem.itemsize // 16, stride_h=down.stride,
-        stride_w=right.stride, low_h=down.low, low_w=right.low, dilation_h=down.dilation, dilation_w=right.dilation,
-        taps=down.taps * right.taps, tap_r=down.taps, tap_s=right.taps, tap_base=down.base * width + right.base,
-        tap_step_r=down.step * width, tap_step_s=right.step, group_step=group_step, row_step=row_step, channel_step=channel_step,
-        tap_step=tap_step, k=problem.result_channels, p=down.size, q=right.size, out_size=math.prod(problem.result_size),
-        out_base=phase.origin[1] * row + phase.origin[2], out_h=phase.step[1] * row, out_w=phase.step[2],
-        next_row=phase.step[1] * row * problem.result_channels, mixed=int(units.mixed), **finish(problem),
+        GroupedPhase, problem, units, unit_blocks=_unit_blocks(problem, config), blocks=blocks, tiles=_tiles(view, config),
+        tiles_p=ceil(down.size, config.TILE_P), tiles_q=ceil(right.size, config.TILE_Q), units=config.UNITS, unit_groups=units.groups,
+        units_group=units.a_group, groups=groups, chunks=chunks, pitch=pitch(chunks), images=config.IMAGES, rows=config.TILE_P,
+        columns=config.TILE_Q, tile_h=tile_h, tile_w=tile_w, rows_x=config.IMAGES * tile_h, jobs_q=jobs_q,
+        jobs=jobs_q * config.TILE_P // ROWS, n=view.images, h=view.operand[0], w=view.operand[1],
+        pixel=problem.operand_channels * problem.itemsize // 16, stride_h=down.stride, stride_w=right.stride, low_h=down.low,
+        low_w=right.low, dilation_h=down.dilation, dilation_w=right.dilation, taps=down.taps * right.taps, tap_r=down.taps,
+        tap_s=right.taps, tap_base=down.base * width + right.base, tap_step_r=down.step * width, tap_step_s=right.step,
+        group_step=group_step, row_step=row_step, channel_step=channel_step, tap_step=tap_step, p=down.size, q=right.size,
+        out_size=math.prod(problem.result_size), out_base=phase.origin[1] * row + phase.origin[2], out_h=phase.step[1] * row,
+        out_w=phase.step[2], next_row=phase.step[1] * row * problem.result_channels,
     )  # fmt: skip
 
 
