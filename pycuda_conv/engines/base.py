@@ -32,6 +32,8 @@ class Config:
 
     #: Names that fields had in older tables.
     FORMER: ClassVar[Mapping[str, str]] = {}
+    #: Whether images are packed before the product, unless they lie as it needs them.
+    packs_images: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         CLASSES[cls.__name__] = cls
@@ -59,11 +61,6 @@ class Config:
             if type(value) is not type(defaults[name]) or (type(value) is int and value <= 0):
                 raise ValueError(f"{cls.__name__} takes no {name}={value!r}")
         return cls(**values)
-
-    @property
-    def packs_images(self) -> bool:
-        """Whether images are packed before the product, unless they lie as it needs them."""
-        return False
 
     @property
     def tile(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from pycuda_conv.problem import ConvProblem
 
 FLOAT, HALF, BFLOAT = 32, 16, 17  # the kernels' codes of element types
@@ -21,6 +23,11 @@ def gemm_products(problem: ConvProblem) -> int:
 def limbs(problem: ConvProblem) -> int:
     """16-bit or TF32 numbers that an element is split into."""
     return 2 if products(problem) == 3 else 1
+
+
+def is_multiplied(d: Mapping[str, int]) -> bool:
+    """Whether a kernel with these defines is ever launched: of 16-bit arrays there are single PRODUCTS alone."""
+    return d["PRODUCTS"] == 1 or d["TYPE"] == FLOAT
 
 
 def why_not_one_product(problem: ConvProblem) -> str | None:

@@ -6,7 +6,7 @@ A row of a filter is a Toeplitz matrix, which multiplies rows of the input. So m
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import takewhile
@@ -253,14 +253,10 @@ def _last_column(problem: ConvProblem) -> int:
 def variants(device: Device) -> Iterator[VariantSet]:
     """One text per type, stride, and number of steps that a row of the filter reaches."""
     for stride, steps in STEPS.items():
-        choices = {"TYPE": (HALF, BFLOAT), "STRIDE": (stride,), "STEPS": steps, "GRAD": FLAG, "LAST": FLAG}
-        yield VariantSet("depthwise_toeplitz", choices, _is_listed)
-        yield VariantSet("depthwise_toeplitz", choices | {"GRAD": (0,), "LAST": (0,), "BORDERED": (1,)}, _is_listed)
-
-
-def _is_listed(d: Mapping[str, int]) -> bool:
-    """Whether the planner ever makes a kernel with these defines."""
-    return not d["GRAD"] or (d["STRIDE"], d["STEPS"]) == (1, 1)
+        choices = {"TYPE": (HALF, BFLOAT), "STRIDE": (stride,), "STEPS": steps, "LAST": FLAG}
+        yield VariantSet("depthwise_toeplitz", choices | {"GRAD": (0,)})
+        yield VariantSet("depthwise_toeplitz", choices | {"GRAD": (0,), "LAST": (0,), "BORDERED": (1,)})
+    yield VariantSet("depthwise_toeplitz", {"TYPE": (HALF, BFLOAT), "STRIDE": (1,), "STEPS": (1,), "GRAD": (1,), "LAST": FLAG})
 
 
 # ---- the choice

@@ -1,7 +1,7 @@
 """The implicit GEMM engine for Hopper: convolutions on tensor cores fed by TMA (``cu/hopper/gemm.cu``).
 
 :mod:`pycuda_conv.engines.packing` says how operands are packed and what phases read of them. This module has the tensor maps and the launch
-of some phases. Its tiles are in ``gemm_tiles.py``, its variants in ``gemm_variants.py``, the model of time in ``gemm_time.py``.
+of some phases. Its tiles are in ``gemm_tiles.py`` with its variants, the model of time in ``gemm_time.py``.
 """
 
 from __future__ import annotations
@@ -17,30 +17,26 @@ from pycuda_conv.engines.geometry import arguments, by_axis, ceil, finish
 from pycuda_conv.engines.hopper.common import THREADS
 from pycuda_conv.engines.hopper.gemm_tiles import (
     KERNEL,
+    LEGAL,
+    MOST_VARIANTS,
     PHASES,
+    TAKES,
     ImplicitGemm,
     alike,
-    consumer_pixels,
     defines_of,
     form,
     grid_of,
     is_common,
-    joins,
     launches_of,
     may_note,
     paired,
     phases_with_repeats,
     reads_filter,
-    refusal,
     result_arithmetic,
-    shared_bytes,
-    stored_bytes,
-    tensor_store,
-    tiles_of,
+    variants,
     whole_rows,
 )
 from pycuda_conv.engines.hopper.gemm_time import configs, time
-from pycuda_conv.engines.hopper.gemm_variants import MOST_VARIANTS, variants
 from pycuda_conv.engines.limits import HOPPER
 from pycuda_conv.engines.packed_product import assemble, repeat_arguments, tap_numbers, written_places
 from pycuda_conv.engines.packing import Operands, packs_filter_last
@@ -51,7 +47,7 @@ from pycuda_conv.engines.tensor_cores import FLOAT, limbs, products
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, Device, Im2col, KernelLaunch, TensorMap
 
-__all__ = ["MOST_VARIANTS", "configs", "refusal", "time", "variants"]  # with what stands here: the engine
+__all__ = ["LEGAL", "MOST_VARIANTS", "TAKES", "configs", "time", "variants"]  # with what stands here: the engine
 
 CONFIGS = (ImplicitGemm,)
 LAYOUTS = "NCHW", "NHWC", "CNHW"
@@ -92,13 +88,13 @@ def _schedule(
         buffers = (operands.w_limbs, operands.x_scales, operands.w_scales, *FINISH, target)
         launches, (arena, first) = [], operands.tickets
         for group in launches_of(problem):
-            place = (arena, first) if joins(problem, config) else None
+            place = (arena, first) if config.joins(problem) else None
             among = operands, buffers, flagged, multiprocessors, layout, map_w, filter_last, place, source
             launches.append(_product(problem, config, packed, group, *among))
             first += 4 * _results(problem, config, group)
         return launches
 
-    tickets = sum(_results(problem, config, group) for group in launches_of(problem)) if joins(problem, config) else 0
+    tickets = sum(_results(problem, config, group) for group in launches_of(problem)) if config.joins(problem) else 0
     return assemble(
         problem, config.SPLIT, multiprocessors, products, moments, filter_last, windows=True, clusters=True,
         recomputes=_may_recompute(problem, config) and (config.SPLIT == 1 or tickets > 0), tickets=tickets, source=source,
@@ -107,7 +103,7 @@ def _schedule(
 
 def _results(problem: ConvProblem, config: ImplicitGemm, addressings: Sequence[PhaseAddressing]) -> int:
     """Tickets of a launch: one for each tile of each phase, whatever its splits; rounded up to a multiple of 16 bytes."""
-    return ceil(math.prod(tiles_of(problem, config, addressings)) * problem.groups * phases_with_repeats(problem, addressings), 4) * 4
+    return ceil(math.prod(config.tiles_of(problem, addressings)) * problem.groups * phases_with_repeats(problem, addressings), 4) * 4
 
 
 def _may_recompute(problem: ConvProblem, config: ImplicitGemm) -> bool:
@@ -123,7 +119,7 @@ def _moments(problem: ConvProblem, config: ImplicitGemm) -> Moments | None:
         return None
     if not is_common(defines_of(problem)) or (problem.layout == "NHWC" and not whole_rows(problem, 1)):
         return None
-    pixels, plane = consumer_pixels(config), math.prod(problem.result_size)
+    pixels, plane = config.consumer_pixels, math.prod(problem.result_size)
     if products(problem) == 3 and pixels > 128:
         return None
     return Moments(1, problem.N * plane, pixels, problem.result_channels)
@@ -174,7 +170,7 @@ def _filter_map(problem: ConvProblem) -> TensorMap:
 def _result_map(problem: ConvProblem, config: ImplicitGemm, place: BufferSlice) -> TensorMap:
     """The map of the result, or of a split sum's parts. Groups and parts have axes of their own, so a tail never reaches the next one."""
     buffer, offset = place if isinstance(place, tuple) else (place, 0)
-    size, groups, rows = stored_bytes(problem, config), problem.groups, problem.result_channels
+    size, groups, rows = config.stored_bytes(problem), problem.groups, problem.result_channels
     pixels = problem.N * math.prod(problem.result_size)
     sizes, strides = (rows // groups, groups, pixels, config.SPLIT), (size * (rows // groups), size * rows, size * rows * pixels)
     return TensorMap(buffer, offset, sizes, strides, (128 // size, 1, 32, 1), 128, "float32" if size == 4 else problem.dtype)
@@ -188,7 +184,7 @@ def _product(
     """The launch of some phases. With `tickets` it adds the parts of split sums; with `flagged` it computes flagged results once more."""
     defines = result_arithmetic(problem, addressings[0].phase, config.SPLIT) | {
         "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "STAGES": config.STAGES, "LOAD_CHANNELS": packed.load,
-        "WGMMA_N": consumer_pixels(config), "TENSOR_STORE": int(tensor_store(problem, config)),
+        "WGMMA_N": config.consumer_pixels, "TENSOR_STORE": int(config.tensor_store(problem)),
         "W_MN_MAJOR": int(map_w is not None and problem.direction == "dgrad"), "PINGPONG": int(config.is_pingpong),
         "PHASES": 1, "INTERLEAVE_COLUMNS": int(paired(problem)), **({"TWIN": 1} if config.is_twin else {}),
     }
@@ -199,9 +195,9 @@ def _product(
     maps += maps[-1:] * unused
     if products(problem) == 1 and problem.layout == "NHWC":
         maps.append(map_w or maps[0])  # the text has this parameter even where the filter is packed
-    if tensor_store(problem, config):
+    if config.tensor_store(problem):
         maps.append(_result_map(problem, config, buffers[-1]))
-    with_moments, tiles = layout.moments is not None, tiles_of(problem, config, addressings)
+    with_moments, tiles = layout.moments is not None, config.tiles_of(problem, addressings)
     bits = {"w_lies": int(map_w is not None), "scaled": (problem.dtype == "float32") + 2 * with_moments, "x_tiles": operands.tiles}
     phases = tuple(_arguments(problem, config, packed, addressing, tiles, bits) for addressing in addressings)
     structs: tuple[tuple[int, ...], ...] = (*phases, *phases[-1:] * unused)
@@ -223,7 +219,7 @@ def _product(
     return KernelLaunch(
         KERNEL, defines, grid_of(problem, addressings, phases[0].tiles, config.blocks * multiprocessors), threads, buffers, (),
         maps=tuple(maps),
-        shared=shared_bytes(problem, config), arch="sm_90a", arguments=structs,
+        shared=config.ring_for(problem).nbytes(config.STAGES), arch="sm_90a", arguments=structs,
         # the epilogue runs on whole sums, not on a part
         layer={} if tickets else finish_constants(phases[0]) | {"WITH_MOMENTS": int(with_moments)},
     )
@@ -267,4 +263,4 @@ def filter_key(problem: ConvProblem, config: ImplicitGemm) -> Hashable:
 
 def sum_order(problem: ConvProblem, config: ImplicitGemm) -> Hashable:
     """Everything that fixes the order of a sum: the splits, and who adds the parts."""
-    return config.SPLIT, joins(problem, config)
+    return config.SPLIT, config.joins(problem)

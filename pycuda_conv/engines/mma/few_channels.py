@@ -6,7 +6,7 @@ Other engines' tiles have 64 of these channels or more, and load the input once 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from pycuda_conv.engines.limits import AMPERE, NOT_EMPTY, TWO_AXES, Takes, Tiles
 from pycuda_conv.engines.mma.common import SHARED_BYTES
 from pycuda_conv.engines.schedule import GRID_LIMIT, OPERANDS, Schedule, finish_constants
 from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, products
+from pycuda_conv.engines.tensor_cores import ELEMENTS, is_multiplied, products
 from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
@@ -219,12 +219,7 @@ def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each tile, type and arithmetic."""
     common = {"TYPE": tuple(ELEMENTS.values()), "PRODUCTS": (1, 3), "WIDE_LOADS": FLAG}
     for eights, (rows, sixteens) in TILES.items():
-        yield VariantSet("few_channels", common | {"COLUMN_TILES": (eights,), "ROWS": (rows,), "PIXEL_TILES": (sixteens,)}, _is_listed)
-
-
-def _is_listed(d: Mapping[str, int]) -> bool:
-    """Whether a kernel with these defines is ever launched."""
-    return d["PRODUCTS"] == 1 or d["TYPE"] == FLOAT
+        yield VariantSet("few_channels", common | {"COLUMN_TILES": (eights,), "ROWS": (rows,), "PIXEL_TILES": (sixteens,)}, is_multiplied)
 
 
 # ---- the choice

@@ -8,7 +8,7 @@ of TF32 halves.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from pycuda_conv.engines.limits import AMPERE, IN_32_BITS, NOT_EMPTY, Takes, Til
 from pycuda_conv.engines.mma.common import SHARED_BYTES
 from pycuda_conv.engines.schedule import OPERANDS, Schedule, finish_constants
 from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, products
+from pycuda_conv.engines.tensor_cores import ELEMENTS, is_multiplied, products
 from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
@@ -240,12 +240,7 @@ def _launch(
 def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each type, BLOCK_N and layout."""
     choices = {"TYPE": tuple(ELEMENTS.values()), "BLOCK_N": CHANNELS, "PLANES": FLAG, "PRODUCTS": (1, 3)}
-    yield VariantSet("few_inputs", choices, _is_listed)
-
-
-def _is_listed(d: Mapping[str, int]) -> bool:
-    """Whether a kernel with these defines is ever launched."""
-    return d["TYPE"] == FLOAT or d["PRODUCTS"] == 1
+    yield VariantSet("few_inputs", choices, is_multiplied)
 
 
 # ---- the choice

@@ -19,7 +19,7 @@ from pycuda_conv.engines.hopper.common import MOST_SHARED
 from pycuda_conv.engines.limits import HOPPER, IN_32_BITS, NOT_EMPTY, TWO_AXES, Takes, Tiles, types
 from pycuda_conv.engines.schedule import OPERANDS, Schedule, finish_constants
 from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, products
+from pycuda_conv.engines.tensor_cores import ELEMENTS, is_multiplied, products
 from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
@@ -220,7 +220,7 @@ def _is_listed(d: Mapping[str, int]) -> bool:
     """Whether a kernel with these defines is ever launched."""
     if d["PHASES"] > 1 and (d["BLOCK_N"] != COLUMNS[0] or d["CLUSTER"] not in PHASED_CLUSTERS):
         return False
-    return d["PRODUCTS"] == 1 or d["TYPE"] == FLOAT
+    return is_multiplied(d)
 
 
 # ---- the choice

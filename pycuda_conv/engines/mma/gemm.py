@@ -47,11 +47,7 @@ class ImplicitGemm80(Config):
     SPLIT: int = 1
 
     FORMER: ClassVar[Mapping[str, str]] = {"ROWS": "BLOCK_M", "PIXELS": "BLOCK_N"}
-
-    @property
-    def packs_images(self) -> bool:
-        """Always."""
-        return True
+    packs_images: ClassVar[bool] = True
 
 
 CONFIGS = (ImplicitGemm80,)

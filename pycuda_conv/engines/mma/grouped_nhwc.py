@@ -8,7 +8,7 @@ arithmetic. Nothing is packed. One launch does everything, except for dgrad with
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -265,12 +265,7 @@ def _arguments(problem: ConvProblem, config: GroupedNhwc, w_strides: tuple[int, 
 def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each type, and for each number of filter rows that share loads."""
     choices = {"TYPE": tuple(ELEMENTS.values()), "TAPS_R": (1, UNROLLED), "STRIDE_H": (1, 2), "PHASES": (1, PHASES)}
-    yield VariantSet("grouped_nhwc", choices, _is_listed)
-
-
-def _is_listed(d: Mapping[str, int]) -> bool:
-    """Whether a kernel with these defines is ever launched."""
-    return d["PHASES"] == 1 if d["TAPS_R"] == UNROLLED else d["STRIDE_H"] == 1
+    yield VariantSet("grouped_nhwc", choices, lambda d: d["PHASES"] == 1 if d["TAPS_R"] == UNROLLED else d["STRIDE_H"] == 1)
 
 
 # ---- the choice
