@@ -8,10 +8,15 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, ClassVar, Protocol, TypeVar
 
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.schedule import Schedule
-from pycuda_conv.engines.variants import VariantSet
+from pycuda_conv.engines.struct import kernel_struct
+from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import Device
+from pycuda_conv.runtime.base import Device, KernelLaunch
+
+#: What every engine needs stands here too.
+__all__ = ["FLAG", "Config", "ConvProblem", "Device", "KernelLaunch", "Schedule", "VariantSet", "costs", "kernel_struct"]
 
 C = TypeVar("C", bound="Config")
 

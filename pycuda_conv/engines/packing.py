@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pycuda_conv.engines.addressing import PackedLayout, filter_sizes, flagged, packed_layout, row_blocks, size3
+from pycuda_conv.engines.base import FLAG, VariantSet, kernel_struct
 from pycuda_conv.engines.geometry import (
     Strides,
     arguments,
@@ -26,9 +27,7 @@ from pycuda_conv.engines.geometry import (
 )
 from pycuda_conv.engines.range_guard import slack
 from pycuda_conv.engines.schedule import INPUT, PACKED, WEIGHT, Arena
-from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, FLOAT, HALF, limbs
-from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import ConvProblem, Size3
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch
 

@@ -6,11 +6,10 @@ import math
 from collections.abc import Iterator
 from typing import Any, cast
 
+from pycuda_conv.engines.base import FLAG, VariantSet, kernel_struct
 from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.geometry import arguments, ceil
 from pycuda_conv.engines.schedule import FINISH, RESULT, WORKSPACE, Schedule
-from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch
 

@@ -12,14 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from pycuda_conv.engines import registry
-from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.base import Config, VariantSet, kernel_struct
 from pycuda_conv.engines.compose.delegate import Around, Delegating, delegate_of, moved
 from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, outputs_apart, taps_apart
 from pycuda_conv.engines.limits import CUDA, NOT_EMPTY, Takes, Tiles
 from pycuda_conv.engines.schedule import FINISH, RESULT, WORKSPACE, Arena, Schedule
-from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch
 
@@ -31,11 +29,9 @@ class Columns(Delegating):
     """A configuration of the product without taps, as text."""
 
 
-CONFIGS = (Columns,)
-LAYOUTS = "NCHW", "NHWC"
-RUNS_ON = CUDA
-TENSOR_CORES = True
-MOST_VARIANTS = {"cuda": 4}
+CONFIGS, LAYOUTS, RUNS_ON, TENSOR_CORES, MOST_VARIANTS = (Columns,), ("NCHW", "NHWC"), CUDA, True, {"cuda": 4}
+COST = costs("compose.columns")
+ColumnsArguments = kernel_struct("columns_add", "ColumnsArguments")
 
 
 # ---- what runs
@@ -83,9 +79,6 @@ LEGAL = Tiles(TAKES, Columns, lambda problem, config: AROUND.fits(problem, confi
 # ---- launches
 
 
-ColumnsArguments = kernel_struct("columns_add", "ColumnsArguments")
-
-
 def schedule(problem: ConvProblem, config: Columns, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`; they note no moments."""
     product, scratch = _product(problem), Arena(WORKSPACE)
@@ -128,7 +121,6 @@ def variants(device: Device) -> Iterator[VariantSet]:
 
 # ---- the choice
 
-COST = costs("compose.columns")
 MOST_MET = 64  # the most taps that a pixel meets: with more there are many more columns than elements of the result
 MOST_BYTES = 2**30  # the most columns, in bytes of workspace
 

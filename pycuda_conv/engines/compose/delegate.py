@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from pycuda_conv.engines import registry
-from pycuda_conv.engines.base import LAST_RESORT, Config, Engine, fastest
+from pycuda_conv.engines.base import LAST_RESORT, Config, ConvProblem, Engine, fastest
 from pycuda_conv.engines.schedule import Buffer
-from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch, TensorMap
 
 

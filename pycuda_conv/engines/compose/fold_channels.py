@@ -12,15 +12,12 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 
 from pycuda_conv.engines import registry
-from pycuda_conv.engines.base import Config, Engine
+from pycuda_conv.engines.base import Config, ConvProblem, Engine, VariantSet, costs
 from pycuda_conv.engines.compose.delegate import AroundOthers, Delegating, delegate_of, moved
-from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import ceil
 from pycuda_conv.engines.layout.fold_channels import WORD, launch, zeros_behind
 from pycuda_conv.engines.limits import HOPPER, NOT_EMPTY, ONE_GROUP, Takes, Tiles
 from pycuda_conv.engines.schedule import INPUT, PACKED, WEIGHT, WORKSPACE, Arena, Schedule
-from pycuda_conv.engines.variants import VariantSet
-from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch
 
 
@@ -31,11 +28,8 @@ class Filled(Delegating):
     DELEGATE: str = "DenseNhwc()"
 
 
-CONFIGS = (Filled,)
-LAYOUTS = ("NHWC",)
-RUNS_ON = HOPPER
-TENSOR_CORES = True
-MOST_VARIANTS = {"cuda": 0}
+CONFIGS, LAYOUTS, RUNS_ON, TENSOR_CORES, MOST_VARIANTS = (Filled,), ("NHWC",), HOPPER, True, {"cuda": 0}
+COST = costs("compose.fold_channels")
 
 
 # ---- what runs
@@ -106,8 +100,6 @@ def variants(device: Device) -> Iterator[VariantSet]:
 
 
 # ---- the choice
-
-COST = costs("compose.fold_channels")
 
 
 def _copying(problem: ConvProblem, delegate: Config, device: Device) -> float:

@@ -12,15 +12,12 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 
 from pycuda_conv.engines import registry
-from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.base import Config, ConvProblem, Device, KernelLaunch, VariantSet
 from pycuda_conv.engines.compose.delegate import Around, Delegating, delegate_of, moved, parsed
 from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.layout import border_copy, enlarge
 from pycuda_conv.engines.limits import Takes, Tiles
 from pycuda_conv.engines.schedule import INPUT, PACKED, WEIGHT, WORKSPACE, Arena, Buffer, Schedule
-from pycuda_conv.engines.variants import VariantSet
-from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import Device, KernelLaunch
 
 
 @dataclass(frozen=True)
@@ -28,10 +25,8 @@ class Upsampled(Delegating):
     """The configuration for what is left when the filter is folded, or the image enlarged, as text."""
 
 
-CONFIGS = (Upsampled,)
-LAYOUTS = "NCHW", "NHWC"
-TENSOR_CORES = True
-MOST_VARIANTS = enlarge.MOST_VARIANTS
+CONFIGS, LAYOUTS, TENSOR_CORES, MOST_VARIANTS = (Upsampled,), ("NCHW", "NHWC"), True, enlarge.MOST_VARIANTS
+COST = costs("compose.upsampled")
 
 
 # ---- what runs
@@ -128,8 +123,6 @@ def variants(device: Device) -> Iterator[VariantSet]:
 
 
 # ---- the choice
-
-COST = costs("compose.upsampled")
 
 
 def _overhead_us(problem: ConvProblem, delegate: Config, device: Device) -> float:

@@ -12,15 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 from pycuda_conv.engines import registry
-from pycuda_conv.engines.base import Config, Engine
+from pycuda_conv.engines.base import Config, ConvProblem, Engine, VariantSet, costs, kernel_struct
 from pycuda_conv.engines.compose.delegate import AroundOthers, Delegating, delegate_of, moved
-from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import arguments, ceil
 from pycuda_conv.engines.limits import HOPPER, IN_32_BITS, NOT_EMPTY, Takes, Tiles
 from pycuda_conv.engines.schedule import INPUT, PACKED, RESIDUAL, RESULT, WEIGHT, WORKSPACE, Arena, Buffer, Schedule
-from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.variants import VariantSet
-from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch
 
 THREADS, TILE_BYTES = 256, 8192  # threads of a block, and bytes of its tile

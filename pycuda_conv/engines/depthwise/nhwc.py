@@ -6,7 +6,7 @@ import math
 from collections.abc import Hashable, Iterator, Mapping
 from functools import partial
 
-from pycuda_conv.engines.base import BY_RULE, Config
+from pycuda_conv.engines.base import BY_RULE, FLAG, Config, Device, VariantSet
 from pycuda_conv.engines.depthwise.nhwc_launch import (
     COLUMNS,
     LEAST_ROWS,
@@ -32,15 +32,11 @@ from pycuda_conv.engines.depthwise.nhwc_launch import (
 from pycuda_conv.engines.depthwise.nhwc_time import time
 from pycuda_conv.engines.geometry import ceil, goes_near
 from pycuda_conv.engines.schedule import grid_refusal
-from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
-from pycuda_conv.runtime.base import Device
 
 __all__ = ["adds_border", "schedule", "time"]  # with what stands here: the engine
 
-CONFIGS = (Depthwise, DepthwiseStrips, DepthwiseWgrad, DepthwiseRing)
-LAYOUTS = "NHWC", "CHWN"
-MOST_VARIANTS = {"cuda": 244, "opencl": 90}
+CONFIGS, LAYOUTS, MOST_VARIANTS = (Depthwise, DepthwiseStrips, DepthwiseWgrad, DepthwiseRing), ("NHWC", "CHWN"), {"cuda": 244, "opencl": 90}
 CHUNKS = (64, 32, 16, 8, 4)
 #: Pixels of a thread, down and across: larger tiles would not fill the GPU. The small ones, of unrolled filters, are for few pixels; the
 #: even one is for gradients with a stride.

@@ -12,12 +12,10 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from pycuda_conv.engines import split_sum
-from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.base import Config, Device, KernelLaunch, kernel_struct
 from pycuda_conv.engines.geometry import accumulator_bytes, arguments, border_numbers, ceil, needs_64_bits
 from pycuda_conv.engines.schedule import INPUT, OPERANDS, RESULT, WEIGHT, WORKSPACE, Schedule, finish_constants
-from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
-from pycuda_conv.runtime.base import Device, KernelLaunch
 
 
 @dataclass(frozen=True)

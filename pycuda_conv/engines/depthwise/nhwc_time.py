@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 from pycuda_conv.engines import split_sum
-from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.base import Config, Device
 from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.depthwise.nhwc_launch import (
     COLUMNS,
@@ -25,7 +25,6 @@ from pycuda_conv.engines.depthwise.nhwc_launch import (
 )
 from pycuda_conv.engines.geometry import accumulator_bytes, ceil
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
-from pycuda_conv.runtime.base import Device
 
 
 class CostTerms(NamedTuple):

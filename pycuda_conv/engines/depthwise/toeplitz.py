@@ -12,16 +12,12 @@ from functools import lru_cache
 from itertools import takewhile
 from typing import NamedTuple
 
-from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.base import FLAG, Config, ConvProblem, Device, KernelLaunch, VariantSet, kernel_struct
 from pycuda_conv.engines.costs import bytes_moved, costs, spread
 from pycuda_conv.engines.geometry import arguments, ceil
 from pycuda_conv.engines.limits import AMPERE, HALVES, NOT_EMPTY, TWO_AXES, Takes, Tiles
 from pycuda_conv.engines.schedule import OPERANDS, Schedule, check_shared, finish_constants, grid_refusal, shared_limit
-from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF
-from pycuda_conv.engines.variants import FLAG, VariantSet
-from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import Device, KernelLaunch
 
 WARPS = {"NCHW": 4, "NHWC": 8}  # warps of a block
 ROWS, EIGHT = 16, 8  # rows of a task; columns of a tile
@@ -44,14 +40,9 @@ class DepthwiseToeplitz(Config):
     UNIT_KIB: int = 24
 
 
-CONFIGS = (DepthwiseToeplitz,)
-LAYOUTS = "NCHW", "NHWC"
-RUNS_ON = AMPERE
-TENSOR_CORES = True
+CONFIGS, LAYOUTS, RUNS_ON, TENSOR_CORES, MOST_VARIANTS = (DepthwiseToeplitz,), ("NCHW", "NHWC"), AMPERE, True, {"cuda": 22}
 ORDER = ()  # all sum alike
-MOST_VARIANTS = {"cuda": 22}
-
-
+COST = costs("depthwise.toeplitz")
 DepthwiseToeplitzArguments = kernel_struct("depthwise_toeplitz", "DepthwiseToeplitzArguments")
 
 
@@ -277,7 +268,6 @@ class CostTerms(NamedTuple):
     memory: float  # bytes a microsecond
 
 
-COST = costs("depthwise.toeplitz")
 COST_TERMS = {layout: CostTerms(*terms) for layout, terms in COST.COST_TERMS.items()}
 
 

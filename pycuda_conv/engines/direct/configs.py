@@ -9,10 +9,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.base import Config, ConvProblem, Device
 from pycuda_conv.engines.geometry import ceil, taps_apart
-from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import Device
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from dataclasses import asdict, replace
 from itertools import islice
 from typing import Any
 
-from pycuda_conv.engines.base import BY_RULE, LAST_RESORT, Config, fastest
-from pycuda_conv.engines.costs import costs
+from pycuda_conv.engines.base import BY_RULE, FLAG, LAST_RESORT, Config, Device, KernelLaunch, VariantSet, costs, fastest, kernel_struct
 from pycuda_conv.engines.direct.configs import (
     COMMON,
     CONFIGS,
@@ -60,10 +59,7 @@ from pycuda_conv.engines.geometry import (
 )
 from pycuda_conv.engines.schedule import FINISH, INPUT, RESULT, STATIC_SHARED_BYTES, WEIGHT, WORKSPACE, Schedule, grid_refusal
 from pycuda_conv.engines.split_sum import reduce_launch
-from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
-from pycuda_conv.runtime.base import Device, KernelLaunch
 
 __all__ = ["CONFIGS"]  # with what stands here: the engine
 

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 
-from pycuda_conv.engines.base import LAST_RESORT, Config, fastest
+from pycuda_conv.engines.base import FLAG, LAST_RESORT, Config, VariantSet, fastest, kernel_struct
 from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.geometry import (
     Phase,
@@ -33,8 +33,6 @@ from pycuda_conv.engines.geometry import (
 from pycuda_conv.engines.limits import Takes, Tiles
 from pycuda_conv.engines.schedule import FINISH, INPUT, RESULT, STATIC_SHARED_BYTES, WEIGHT, WORKSPACE, Schedule
 from pycuda_conv.engines.split_sum import reduce_launch, splits
-from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import SIDE_BY_SIDE, Device, KernelLaunch
 
@@ -62,9 +60,9 @@ class Gemm(Config):
         return self.BLOCK_M // self.THREAD_M * (self.BLOCK_N // self.THREAD_N)
 
 
-CONFIGS = (Gemm,)
-LAYOUTS = "NCHW", "NHWC", "CNHW"
-MOST_VARIANTS = {"cuda": 37, "opencl": 4}
+CONFIGS, LAYOUTS, MOST_VARIANTS = (Gemm,), ("NCHW", "NHWC", "CNHW"), {"cuda": 37, "opencl": 4}
+COST = costs("direct.gemm")
+GemmArguments = kernel_struct("direct_gemm", "GemmArguments")
 
 
 # ---- what runs
@@ -127,7 +125,6 @@ def products(problem: ConvProblem, config: Gemm, filter_last: bool = False) -> l
     return [_product(problem, config, phase, filter_last) for phase in longest_first]
 
 
-GemmArguments = kernel_struct("direct_gemm", "GemmArguments")
 #: The members that only the RECOMPUTE kernel reads.
 _OF_RECOMPUTE = ("n_blocks", "images", "followed", "with_moments", *(f"{side}_{axis}" for side in ("side", "last_side") for axis in "dhw"))
 
@@ -195,7 +192,6 @@ def variants(device: Device) -> Iterator[VariantSet]:
 # ---- the choice
 
 
-COST = costs("direct.gemm")
 GEMM_RATES = {Gemm(*tile): rate for tile, rate in COST.GEMM_RATES.items()}
 GEMM_RATES_64 = {Gemm(*tile): rate for tile, rate in COST.GEMM_RATES_64.items()}
 CPU_TILE = Gemm(64, 64, 8, 4, 4, 1)

@@ -10,17 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pycuda_conv.engines.base import Config, fastest
+from pycuda_conv.engines.base import FLAG, Config, Device, KernelLaunch, VariantSet, fastest, kernel_struct
 from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.geometry import accumulator_bytes, arguments, by_axis, ceil, needs_64_bits
 from pycuda_conv.engines.limits import Takes, Tiles
 from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Schedule
 from pycuda_conv.engines.split_sum import in_parts
 from pycuda_conv.engines.split_sum import time as reduce_time
-from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
-from pycuda_conv.runtime.base import Device, KernelLaunch
 
 
 @dataclass(frozen=True)
@@ -32,13 +29,10 @@ class PatchWgrad(Config):
     SLICES: int = 1
 
 
-PatchWgradArguments = kernel_struct("patch_wgrad", "PatchWgradArguments")
-
-
-CONFIGS = (PatchWgrad,)
-LAYOUTS = "CNHW", "CHWN"
+CONFIGS, LAYOUTS, MOST_VARIANTS = (PatchWgrad,), ("CNHW", "CHWN"), {"cuda": 24}
 ORDER = ("SLICES",)  # what the order of sums depends on
-MOST_VARIANTS = {"cuda": 24}
+COST = costs("direct.patch_wgrad")
+PatchWgradArguments = kernel_struct("patch_wgrad", "PatchWgradArguments")
 #: Filters and columns of a thread, by the tile of its block.
 TILES = {(64, 64): (8, 4), (64, 32): (8, 4), (32, 64): (4, 8), (16, 64): (4, 8)}
 HALVES, HALF_TILES = ("float16", "bfloat16"), ((64, 32), (16, 64))  # 16-bit arrays come here if no tensor core can be used
@@ -116,9 +110,6 @@ def variants(device: Device) -> Iterator[VariantSet]:
 
 
 # ---- the choice
-
-
-COST = costs("direct.patch_wgrad")
 
 
 def time(problem: ConvProblem, config: PatchWgrad, device: Device) -> float:

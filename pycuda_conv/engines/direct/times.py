@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.base import Config, ConvProblem, Device
 from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.direct.configs import (
     Batched,
@@ -21,8 +21,6 @@ from pycuda_conv.engines.direct.configs import (
 from pycuda_conv.engines.direct.wgrad import wgrad_time
 from pycuda_conv.engines.geometry import accumulator_bytes, ceil, taps_apart
 from pycuda_conv.engines.split_sum import time as reduce_time
-from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import Device
 
 FEW = 1024  # results; for fewer the launch takes most of the time, and the smallest kernel wins
 

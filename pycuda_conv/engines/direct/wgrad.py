@@ -5,15 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from pycuda_conv.engines.costs import costs
+from pycuda_conv.engines.base import FLAG, ConvProblem, Device, VariantSet, costs, kernel_struct
 from pycuda_conv.engines.direct.configs import Made, Wgrad, layer_constants
 from pycuda_conv.engines.geometry import accumulator_bytes, arguments, ceil
 from pycuda_conv.engines.schedule import STATIC_SHARED_BYTES, grid_refusal
 from pycuda_conv.engines.split_sum import time as reduce_time
-from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.variants import FLAG, VariantSet
-from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import Device
 
 #: TAPS of a block for filters that are not :func:`_square`, by FILTERS of a block.
 WGRAD_TAPS: dict[str, dict[int, tuple[int, ...]]] = {"cuda": {1: (1, 9, 16), 4: (1, 3, 9, 16)}, "opencl": {1: (1, 9)}}

@@ -14,15 +14,12 @@ from functools import cache, lru_cache
 from itertools import combinations_with_replacement, product
 from typing import Any
 
-from pycuda_conv.engines.base import AMONG_TRANSFORMS, Config, fastest
+from pycuda_conv.engines.base import AMONG_TRANSFORMS, FLAG, Config, Device, KernelLaunch, VariantSet, fastest, kernel_struct
 from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.geometry import NO_SIDES, arguments, bits, by_axis, ceil, filter_strides, near_sides, needs_64_bits
 from pycuda_conv.engines.limits import NOT_EMPTY, UNIT_STEPS, Takes, Tiles
 from pycuda_conv.engines.schedule import INPUT, OPERANDS, PACKED, WEIGHT, WORKSPACE, Arena, Schedule, grid_refusal, shared_limit
-from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
-from pycuda_conv.runtime.base import Device, KernelLaunch
 
 
 @dataclass(frozen=True)
@@ -38,12 +35,9 @@ class BlockFft(Config):
         """Of transforms along the depth, columns and rows; 1 for none."""
         return self.LENGTH_D, self.LENGTH_H, self.LENGTH_W
 
-
+CONFIGS, LAYOUTS, MOST_VARIANTS = (BlockFft,), ("NCHW",), {"cuda": 96}
+COST = costs("fft.blocks")
 BlocksArguments = kernel_struct("blocks.cuh", "BlocksArguments")
-
-CONFIGS = (BlockFft,)
-LAYOUTS = ("NCHW",)
-MOST_VARIANTS = {"cuda": 96}
 #: blocks.cuh's BATCH, the largest first; its MASKS, SEGMENTS, ENTRY. By BATCH, threads of a block, and blocks whose registers fit a
 #: multiprocessor at once.
 BATCHES = 8, 4, 2
@@ -377,7 +371,6 @@ def variants(device: Device) -> Iterator[VariantSet]:
 
 # ---- the choice
 
-COST = costs("fft.blocks")
 #: Lengths of an axis of a plane, and of a volume, that are compared.
 MOST_LENGTHS, MOST_OF_VOLUME = 12, 5
 

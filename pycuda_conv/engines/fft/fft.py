@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from pycuda_conv.engines.base import AMONG_TRANSFORMS, Config, fastest
+from pycuda_conv.engines.base import AMONG_TRANSFORMS, FLAG, Config, Device, KernelLaunch, VariantSet, fastest, kernel_struct
 from pycuda_conv.engines.costs import MULTIPROCESSORS, costs, spread
 from pycuda_conv.engines.geometry import accumulator_bytes, arguments, bits, ceil, filter_strides, needs_64_bits
 from pycuda_conv.engines.limits import NOT_EMPTY, TWO_AXES, UNIT_STEPS, Takes, Tiles
@@ -33,10 +33,7 @@ from pycuda_conv.engines.schedule import (
     grid_refusal,
     shared_limit,
 )
-from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
-from pycuda_conv.runtime.base import Device, KernelLaunch
 
 
 @dataclass(frozen=True)
@@ -47,12 +44,9 @@ class Fft(Config):
     TILE_W: int = 64
 
 
+CONFIGS, LAYOUTS, MOST_VARIANTS = (Fft,), ("NCHW",), {"cuda": 84}
+COST = costs("fft.fft")
 FftArguments = kernel_struct("fft.cuh", "FftArguments")
-
-
-CONFIGS = (Fft,)
-LAYOUTS = ("NCHW",)
-MOST_VARIANTS = {"cuda": 84}
 #: Threads of a block by its tile; and by a tile that is a line, of which the planner has one.
 TILES = {(64, 64): 256, (64, 128): 256, (128, 128): 1024}
 LINES = TILES | {(128, 128): 512}
@@ -313,9 +307,6 @@ def variants(device: Device) -> Iterator[VariantSet]:
 def _tiles(problem: ConvProblem) -> tuple[tuple[int, int], ...]:
     """The tiles to choose from. Small ones are for float64 on devices where large ones don't fit; elsewhere they are no faster."""
     return TILES_OF_FLOAT64 if _number_bytes(problem) == 8 else TILES_OF_FLOATS
-
-
-COST = costs("fft.fft")
 
 
 def time(problem: ConvProblem, config: Fft, device: Device) -> float:

@@ -15,13 +15,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 
-from pycuda_conv.engines.base import BY_RULE, Config
+from pycuda_conv.engines.base import BY_RULE, FLAG, Config, VariantSet, kernel_struct
 from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_strides, needs_64_bits
 from pycuda_conv.engines.limits import NOT_EMPTY, Takes, Tiles
 from pycuda_conv.engines.schedule import INPUT, OPERANDS, WEIGHT, WORKSPACE, Arena, Schedule
-from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, LibraryCall
 from pycuda_conv.runtime.transforms import Transforms, good_length
@@ -32,12 +30,9 @@ from pycuda_conv.runtime.transforms.host import host_library
 class LibraryFft(Config):
     """Transforms by a library; the size of blocks follows from the problem."""
 
-
+CONFIGS, LAYOUTS, MOST_VARIANTS = (LibraryFft,), ("NCHW", "CNHW"), {"cuda": 4, "opencl": 4}
+COST = costs("fft.library_fft")
 LibraryFftArguments = kernel_struct("library_fft", "LibraryFftArguments")
-
-CONFIGS = (LibraryFft,)
-LAYOUTS = "NCHW", "CNHW"
-MOST_VARIANTS = {"cuda": 4, "opencl": 4}
 #: Threads of a block of library_fft.cu.
 THREADS = 256
 #: Filters of fewer taps are left to other engines, unless the configuration is given.
@@ -196,9 +191,6 @@ LEGAL = Tiles(TAKES, LibraryFft, blocks=lambda problem, _: ceil(math.prod(proble
 
 
 # ---- the choice
-
-
-COST = costs("fft.library_fft")
 
 
 def time(problem: ConvProblem, config: LibraryFft, device: Device) -> float:

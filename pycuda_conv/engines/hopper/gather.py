@@ -14,8 +14,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from pycuda_conv.engines.addressing import MOST_PIXELS
-from pycuda_conv.engines.base import Config
-from pycuda_conv.engines.costs import costs
+from pycuda_conv.engines.base import Config, ConvProblem, VariantSet, costs, kernel_struct
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_strides, phases
 from pycuda_conv.engines.hopper.common import (
     CLOCK,
@@ -36,10 +35,7 @@ from pycuda_conv.engines.layout import transpose_filter
 from pycuda_conv.engines.limits import HOPPER, Takes, Tiles
 from pycuda_conv.engines.packed_product import written_places
 from pycuda_conv.engines.schedule import FINISH, INPUT, PACKED, RESULT, WEIGHT, Arena, Schedule, finish_constants
-from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, why_not_one_product
-from pycuda_conv.engines.variants import VariantSet
-from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch, TensorMap
 
 COLUMNS = (32, 64, 96, 128)  # channels of a tile
@@ -62,12 +58,10 @@ class GatherNhwc(Config):
     CLUSTER: int = 1
 
 
-CONFIGS = (GatherNhwc,)
-LAYOUTS = ("NHWC",)
-RUNS_ON = HOPPER
-TENSOR_CORES = True
+CONFIGS, LAYOUTS, RUNS_ON, TENSOR_CORES, MOST_VARIANTS = (GatherNhwc,), ("NHWC",), HOPPER, True, {"cuda": 36}
 ORDER = ("CLUSTER",)  # what the order of sums depends on
-MOST_VARIANTS = {"cuda": 36}
+COST = costs("hopper.gather")
+GatherPhase = kernel_struct("hopper_gather", "GatherPhase")
 
 
 # ---- what runs
@@ -131,9 +125,6 @@ def _max_stages(rows: int, columns: int, cluster: int) -> int:
 
 
 # ---- launches
-
-
-GatherPhase = kernel_struct("hopper_gather", "GatherPhase")
 
 
 def schedule(problem: ConvProblem, config: GatherNhwc, device: Device, with_moments: bool = False) -> Schedule:
@@ -231,8 +222,6 @@ def variants(device: Device) -> Iterator[VariantSet]:
 
 
 # ---- the choice
-
-COST = costs("hopper.gather")
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[GatherNhwc]:

@@ -11,17 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from pycuda_conv.engines.addressing import MOST_PIXELS
-from pycuda_conv.engines.base import Config
-from pycuda_conv.engines.costs import costs
+from pycuda_conv.engines.base import FLAG, Config, ConvProblem, VariantSet, costs, kernel_struct
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, pixel_by_pixel
 from pycuda_conv.engines.hopper.common import CLOCK, ROW, at_once, map_type, most_shared, stage_channels
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes
 from pycuda_conv.engines.limits import HOPPER, ONE_GROUP, Takes, Tiles
 from pycuda_conv.engines.schedule import FINISH, INPUT, RESULT, WEIGHT, Schedule, finish_constants
-from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, why_not_one_product
-from pycuda_conv.engines.variants import FLAG, VariantSet
-from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, TensorMap
 
 #: The tiles: (BLOCK_M, BLOCK_N) -> (CLUSTER, GROUPS) choices.
@@ -46,12 +42,10 @@ class GatheredPlanes(Config):
     GROUPS: int = 2
 
 
-CONFIGS = (GatheredPlanes,)
-LAYOUTS = ("NCHW",)
-RUNS_ON = HOPPER
-TENSOR_CORES = True
+CONFIGS, LAYOUTS, RUNS_ON, TENSOR_CORES, MOST_VARIANTS = (GatheredPlanes,), ("NCHW",), HOPPER, True, {"cuda": 60}
 ORDER = ("CLUSTER",)  # what the order of sums depends on
-MOST_VARIANTS = {"cuda": 60}
+COST = costs("hopper.gathered_planes")
+GatheredPlanesProduct = kernel_struct("hopper_gathered_planes", "GatheredPlanesProduct")
 
 
 # ---- what runs
@@ -99,9 +93,6 @@ def _max_stages_of(rows: int, pixels: int, cluster: int, groups: int) -> Gathere
 
 
 # ---- launches
-
-
-GatheredPlanesProduct = kernel_struct("hopper_gathered_planes", "GatheredPlanesProduct")
 
 
 def schedule(problem: ConvProblem, config: GatheredPlanes, device: Device, with_moments: bool = False) -> Schedule:
@@ -157,8 +148,6 @@ def variants(device: Device) -> Iterator[VariantSet]:
 
 
 # ---- the choice
-
-COST = costs("hopper.gathered_planes")
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[GatheredPlanes]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from pycuda_conv.engines import packing
 from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing, filter_sizes, packed_key, row_blocks
+from pycuda_conv.engines.base import ConvProblem, kernel_struct
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, finish
 from pycuda_conv.engines.hopper.common import THREADS
 from pycuda_conv.engines.hopper.gemm_tiles import (
@@ -42,17 +43,13 @@ from pycuda_conv.engines.packed_product import assemble, repeat_arguments, tap_n
 from pycuda_conv.engines.packing import Operands, packs_filter_last
 from pycuda_conv.engines.range_guard import MomentsLayout, recompute_arguments
 from pycuda_conv.engines.schedule import FINISH, INPUT, RESULT, WEIGHT, Moments, Schedule, finish_constants
-from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import FLOAT, limbs, products
-from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, Device, Im2col, KernelLaunch, TensorMap
 
 __all__ = ["LEGAL", "MOST_VARIANTS", "TAKES", "configs", "time", "variants"]  # with what stands here: the engine
 
-CONFIGS = (ImplicitGemm,)
-LAYOUTS = "NCHW", "NHWC", "CNHW"
-RUNS_ON = HOPPER
-TENSOR_CORES = True
+CONFIGS, LAYOUTS, RUNS_ON, TENSOR_CORES = (ImplicitGemm,), ("NCHW", "NHWC", "CNHW"), HOPPER, True
+GemmPhase = kernel_struct("gemm_tiles.cuh", "GemmPhase")
 
 
 def adds_border(source: ConvProblem, problem: ConvProblem, config: ImplicitGemm) -> bool:
@@ -225,7 +222,6 @@ def _product(
     )
 
 
-GemmPhase = kernel_struct("gemm_tiles.cuh", "GemmPhase")
 #: The arguments of a split sum that the product adds.
 JoinArguments = kernel_struct(KERNEL, "JoinArguments")
 

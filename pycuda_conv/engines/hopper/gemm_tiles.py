@@ -10,16 +10,14 @@ from itertools import product
 from typing import Any, ClassVar, Literal, get_args
 
 from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing, packed_layout, why_not
-from pycuda_conv.engines.base import Config, GoneError
+from pycuda_conv.engines.base import FLAG, Config, Device, GoneError, VariantSet
 from pycuda_conv.engines.geometry import Phase, ceil, repeats
 from pycuda_conv.engines.hopper.common import most_shared
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring
 from pycuda_conv.engines.limits import Takes, Tiles
 from pycuda_conv.engines.packed_product import ARITHMETICS, arithmetic, first_ones, written_so
 from pycuda_conv.engines.tensor_cores import FLOAT, gemm_products, limbs, products
-from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import ConvProblem, Size3
-from pycuda_conv.runtime.base import Device
 
 KERNEL = "hopper_gemm"
 INTERLEAVED_PIECE = 1024  # bytes of staging a warp needs beside the sums it keeps of the first of two paired phases

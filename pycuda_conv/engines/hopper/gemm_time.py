@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing, why_not
-from pycuda_conv.engines.costs import costs
+from pycuda_conv.engines.base import ConvProblem, Device, costs
 from pycuda_conv.engines.geometry import ceil
 from pycuda_conv.engines.hopper.common import MEMORY, read_bytes
 from pycuda_conv.engines.hopper.gemm_tiles import (
@@ -32,8 +32,6 @@ from pycuda_conv.engines.hopper.gemm_tiles import (
 from pycuda_conv.engines.packing_time import overhead
 from pycuda_conv.engines.split_sum import splits
 from pycuda_conv.engines.tensor_cores import gemm_products, limbs, products
-from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import Device
 
 
 class Rates(NamedTuple):

@@ -11,17 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pycuda_conv.engines.base import Config
-from pycuda_conv.engines.costs import costs
+from pycuda_conv.engines.base import FLAG, Config, ConvProblem, VariantSet, costs, kernel_struct
 from pycuda_conv.engines.geometry import arguments, ceil
 from pycuda_conv.engines.hopper.common import CLOCK, ROW, most_shared
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring
 from pycuda_conv.engines.limits import HALVES, HOPPER, IN_32_BITS, NOT_EMPTY, ONE_GROUP, POINTWISE, Takes, Tiles
 from pycuda_conv.engines.schedule import FINISH, INPUT, RESULT, WEIGHT, Schedule, finish_constants
-from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF
-from pycuda_conv.engines.variants import FLAG, VariantSet
-from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, TensorMap
 
 
@@ -51,12 +47,10 @@ class Planes(Config):
     STAGES: int = 4
 
 
-CONFIGS = (Planes,)
-LAYOUTS = ("NCHW",)
-RUNS_ON = HOPPER
-TENSOR_CORES = True
+CONFIGS, LAYOUTS, RUNS_ON, TENSOR_CORES, MOST_VARIANTS = (Planes,), ("NCHW",), HOPPER, True, {"cuda": 24}
 ORDER = ()  # all sum alike
-MOST_VARIANTS = {"cuda": 24}
+COST = costs("hopper.planes")
+PlanesProduct = kernel_struct("hopper_planes", "PlanesProduct")
 
 
 # ---- what runs
@@ -91,9 +85,6 @@ def _max_stages_of(rows: int, pixels: int) -> Planes:
 
 
 # ---- launches
-
-
-PlanesProduct = kernel_struct("hopper_planes", "PlanesProduct")
 
 
 def schedule(problem: ConvProblem, config: Planes, device: Device, with_moments: bool = False) -> Schedule:
@@ -152,8 +143,6 @@ def variants(device: Device) -> Iterator[VariantSet]:
 
 
 # ---- the choice
-
-COST = costs("hopper.planes")
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Planes]:

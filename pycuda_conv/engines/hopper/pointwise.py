@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, ClassVar
 
-from pycuda_conv.engines.base import Config
-from pycuda_conv.engines.costs import costs
+from pycuda_conv.engines.base import FLAG, Config, ConvProblem, VariantSet, costs, kernel_struct
 from pycuda_conv.engines.geometry import arguments, ceil, filter_strides, pixel_by_pixel
 from pycuda_conv.engines.hopper.common import SHARED_BYTES, THREADS
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring
@@ -22,10 +21,7 @@ from pycuda_conv.engines.limits import HOPPER, IN_32_BITS, NOT_EMPTY, ONE_GROUP,
 from pycuda_conv.engines.range_guard import MomentsLayout
 from pycuda_conv.engines.schedule import FINISH, INPUT, PACKED, RESULT, WEIGHT, WORKSPACE, Arena, Moments, Schedule, finish_constants
 from pycuda_conv.engines.split_sum import reduce_launch, splits
-from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import limbs, products
-from pycuda_conv.engines.variants import FLAG, VariantSet
-from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch, TensorMap
 
 WARPS = 8  # of the consumers
@@ -56,12 +52,12 @@ class Pointwise(Config):
         return 16 * WARPS * self.BLOCKS
 
 
-CONFIGS = (Pointwise,)
-LAYOUTS = "NCHW", "NHWC", "CNHW"
-RUNS_ON = HOPPER
-TENSOR_CORES = True
+CONFIGS, LAYOUTS, RUNS_ON, TENSOR_CORES, MOST_VARIANTS = (Pointwise,), ("NCHW", "NHWC", "CNHW"), HOPPER, True, {"cuda": 58}
 ORDER = "SPLIT", "SWAPPED"  # what the order of sums depends on
-MOST_VARIANTS = {"cuda": 58}
+COST = costs("hopper.pointwise")
+PointwiseProduct = kernel_struct("hopper_pointwise", "PointwiseProduct")
+#: The arguments of ``split_filter``.
+SplitFilter = kernel_struct("hopper_pointwise", "SplitFilter")
 
 
 # ---- what runs
@@ -124,11 +120,6 @@ def _ring(config: Pointwise, limbs_each: int) -> Ring:
 
 
 # ---- launches
-
-
-PointwiseProduct = kernel_struct("hopper_pointwise", "PointwiseProduct")
-#: The arguments of ``split_filter``.
-SplitFilter = kernel_struct("hopper_pointwise", "SplitFilter")
 
 
 @dataclass(frozen=True)
@@ -304,7 +295,6 @@ def _is_listed(d: Mapping[str, int]) -> bool:
 
 #: The most columns with which a tile is tried with a raw filter, by its BLOCKS: each tile along the rows splits them once more.
 RAW_COLUMNS = {1: 32, 2: 64}
-COST = costs("hopper.pointwise")
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Pointwise]:

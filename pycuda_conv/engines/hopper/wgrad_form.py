@@ -13,11 +13,10 @@ from functools import lru_cache
 from typing import Any
 
 from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing, phase_addressing
-from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.base import Config, ConvProblem
 from pycuda_conv.engines.costs import MULTIPROCESSORS, costs
 from pycuda_conv.engines.geometry import ceil, forward_of, phases
 from pycuda_conv.engines.hopper.common import CLOCK, map_type, pixel_cycles, stage_channels
-from pycuda_conv.problem import ConvProblem
 
 
 @dataclass(frozen=True)

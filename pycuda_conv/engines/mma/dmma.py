@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
-from pycuda_conv.engines.base import Config, fastest
+from pycuda_conv.engines.base import FLAG, Config, ConvProblem, Device, KernelLaunch, VariantSet, fastest, kernel_struct
 from pycuda_conv.engines.costs import MULTIPROCESSORS, costs
 from pycuda_conv.engines.geometry import (
     Phase,
@@ -32,14 +32,9 @@ from pycuda_conv.engines.geometry import (
 from pycuda_conv.engines.limits import NOT_EMPTY, Takes, Tiles, of_capability, types
 from pycuda_conv.engines.schedule import FINISH, INPUT, PACKED, RESULT, WEIGHT, WORKSPACE, Buffer, Schedule
 from pycuda_conv.engines.split_sum import reduce_launch, splits
-from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.variants import FLAG, VariantSet
-from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import Device, KernelLaunch
 
 BLOCK_K = 16  # of gemm k, in a stage, for a warp
 FILTER_THREADS = 256
-COST = costs("mma.dmma")
 MOST = 2**31 - 2**20  # elements of an array: the kernel counts in 32 bits, and a little past the end
 
 
@@ -52,11 +47,12 @@ class Dmma(Config):
     SPLIT: int = 1
 
 
-CONFIGS = (Dmma,)
-LAYOUTS = "NCHW", "NHWC", "CNHW"
+CONFIGS, LAYOUTS, TENSOR_CORES, MOST_VARIANTS = (Dmma,), ("NCHW", "NHWC", "CNHW"), True, {"cuda": 67}
 RUNS_ON = of_capability((8, 0), (9, 0), (10, 0))  # others have a few double-precision units for compatibility alone
-TENSOR_CORES = True
-MOST_VARIANTS = {"cuda": 67}
+COST = costs("mma.dmma")
+DmmaArguments = kernel_struct("dmma", "DmmaArguments")
+#: The arguments of ``dmma_filter``: what it packs, and where that lies.
+DmmaFilterArguments = kernel_struct("dmma", "DmmaFilterArguments")
 
 @dataclass(frozen=True)
 class _Tile:
@@ -89,11 +85,6 @@ def _tiles_of(costs: Mapping[tuple[int, int], tuple[tuple[float, ...], float]]) 
 TILES = _tiles_of(COST.TILES)
 CUT = _tiles_of(COST.CUT)  # for sums that are cut into chains: these need twice the registers, which larger tiles do not have
 OF_ONE_TAP = _tiles_of(COST.ONE_TAP)  # their times for one tap, which needs no tables
-
-
-DmmaArguments = kernel_struct("dmma", "DmmaArguments")
-#: The arguments of ``dmma_filter``: what it packs, and where that lies.
-DmmaFilterArguments = kernel_struct("dmma", "DmmaFilterArguments")
 
 
 # ---- what runs

@@ -13,17 +13,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.base import FLAG, Config, ConvProblem, Device, KernelLaunch, VariantSet, kernel_struct
 from pycuda_conv.engines.costs import bytes_moved, costs
 from pycuda_conv.engines.geometry import NO_SIDES, arguments, by_axis, ceil, near_sides
 from pycuda_conv.engines.limits import AMPERE, IN_32_BITS, NOT_EMPTY, Takes, Tiles, types
 from pycuda_conv.engines.mma.common import SHARED_BYTES
 from pycuda_conv.engines.schedule import OPERANDS, Schedule, finish_constants
-from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, is_multiplied, products
-from pycuda_conv.engines.variants import FLAG, VariantSet
-from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import Device, KernelLaunch
 
 WARPS = 8  # of a block
 TILE_PIXELS = 256  # pixels of a tile
@@ -46,14 +42,9 @@ class FewInputs(Config):
     COLUMNS: int = 32
 
 
-CONFIGS = (FewInputs,)
-LAYOUTS = "NHWC", "NCHW"
-RUNS_ON = AMPERE
-TENSOR_CORES = True
+CONFIGS, LAYOUTS, RUNS_ON, TENSOR_CORES, MOST_VARIANTS = (FewInputs,), ("NHWC", "NCHW"), AMPERE, True, {"cuda": 32}
 ORDER = ()  # all sum alike
-MOST_VARIANTS = {"cuda": 32}
-
-
+COST = costs("mma.few_inputs")
 FewInputsArguments = kernel_struct("few_inputs", "FewInputsArguments")
 
 
@@ -244,8 +235,6 @@ def variants(device: Device) -> Iterator[VariantSet]:
 
 
 # ---- the choice
-
-COST = costs("mma.few_inputs")
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[FewInputs]:

@@ -12,17 +12,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.base import Config, ConvProblem, Device, KernelLaunch, VariantSet, kernel_struct
 from pycuda_conv.engines.costs import MULTIPROCESSORS, costs
 from pycuda_conv.engines.geometry import Phase, arguments, ceil, count_phases, phases, places
 from pycuda_conv.engines.hopper.common import MOST_SHARED
 from pycuda_conv.engines.limits import HOPPER, IN_32_BITS, NOT_EMPTY, TWO_AXES, Takes, Tiles, types
 from pycuda_conv.engines.schedule import OPERANDS, Schedule, finish_constants
-from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, is_multiplied, products
-from pycuda_conv.engines.variants import VariantSet
-from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import Device, KernelLaunch
 
 WARPS, WARP_M = 8, 32  # warps of a block; channels of the result of a warp
 PHASES = 4  # of a launch
@@ -45,13 +41,8 @@ class FewPixels(Config):
     CLUSTER: int = 8
 
 
-CONFIGS = (FewPixels,)
-LAYOUTS = ("NCHW",)
-RUNS_ON = HOPPER
-TENSOR_CORES = True
-MOST_VARIANTS = {"cuda": 32}
-
-
+CONFIGS, LAYOUTS, RUNS_ON, TENSOR_CORES, MOST_VARIANTS = (FewPixels,), ("NCHW",), HOPPER, True, {"cuda": 32}
+COST = costs("mma.few_pixels")
 FewPixelsPhase = kernel_struct("mma_few_pixels", "FewPixelsPhase")
 
 
@@ -225,7 +216,6 @@ def _is_listed(d: Mapping[str, int]) -> bool:
 
 # ---- the choice
 
-COST = costs("mma.few_pixels")
 CHOSEN_ROWS = ROWS[:2]  # tiles of 128 channels were the fastest for none of 46 problems
 MOST_TILES = 132  # of the largest size: more pixels and channels fill the GPU without clusters
 

@@ -14,8 +14,7 @@ from typing import ClassVar
 from pycuda_conv.engines import packing
 from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing, filter_sizes, packed_key, packed_layout, row_blocks
 from pycuda_conv.engines.addressing import why_not as why_not_packed
-from pycuda_conv.engines.base import Config
-from pycuda_conv.engines.costs import costs
+from pycuda_conv.engines.base import Config, ConvProblem, VariantSet, costs, kernel_struct
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, finish
 from pycuda_conv.engines.hopper.ring import Ring
 from pycuda_conv.engines.limits import AMPERE, Takes, Tiles
@@ -26,10 +25,7 @@ from pycuda_conv.engines.packing_time import overhead
 from pycuda_conv.engines.range_guard import MomentsLayout
 from pycuda_conv.engines.schedule import FINISH, Schedule, finish_constants
 from pycuda_conv.engines.split_sum import splits
-from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import FLOAT, limbs, products
-from pycuda_conv.engines.variants import VariantSet
-from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch
 
 THREADS = 256
@@ -50,12 +46,10 @@ class ImplicitGemm80(Config):
     packs_images: ClassVar[bool] = True
 
 
-CONFIGS = (ImplicitGemm80,)
-LAYOUTS = "NCHW", "NHWC", "CNHW"
-RUNS_ON = AMPERE
-TENSOR_CORES = True
+CONFIGS, LAYOUTS, RUNS_ON, TENSOR_CORES, MOST_VARIANTS = (ImplicitGemm80,), ("NCHW", "NHWC", "CNHW"), AMPERE, True, {"cuda": 137}
 ORDER = ("SPLIT",)  # what the order of sums depends on
-MOST_VARIANTS = {"cuda": 137}
+COST = costs("mma.gemm")
+GemmPhase = kernel_struct("mma_gemm", "GemmPhase")
 
 
 # ---- what runs
@@ -138,9 +132,6 @@ def schedule(
     return replace(made, filter_last=assemble(problem, config.SPLIT, multiprocessors, products, filter_last=True, source=source).whole)
 
 
-GemmPhase = kernel_struct("mma_gemm", "GemmPhase")
-
-
 def _product(
     problem: ConvProblem, config: ImplicitGemm80, packed: PackedLayout, addressing: PhaseAddressing, buffers: tuple[BufferSlice, ...],
     x_tiles: int,
@@ -204,8 +195,6 @@ def _is_listed(d: Mapping[str, int]) -> bool:
 
 
 # ---- the choice
-
-COST = costs("mma.gemm")
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[ImplicitGemm80]:

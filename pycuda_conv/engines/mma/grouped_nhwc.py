@@ -15,18 +15,14 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from pycuda_conv.engines.addressing import MOST_PIXELS
-from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.base import Config, ConvProblem, Device, KernelLaunch, VariantSet, kernel_struct
 from pycuda_conv.engines.channel_units import MOST_STEPS, STEP, Units, chunks_read, cut, pitch, worth_it
 from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.geometry import Phase, arguments, ceil, phases, row_major, too_many_phases
 from pycuda_conv.engines.limits import AMPERE, TWO_AXES, Takes, Tiles
 from pycuda_conv.engines.mma.common import SHARED_BYTES, product_rate
 from pycuda_conv.engines.schedule import OPERANDS, Schedule, finish_constants
-from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, why_not_one_product
-from pycuda_conv.engines.variants import VariantSet
-from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import Device, KernelLaunch
 
 THREADS = 256
 BLOCKS = 2   # that share a multiprocessor
@@ -47,12 +43,10 @@ class GroupedNhwc(Config):
     TILE_Q: int = 32
 
 
-CONFIGS = (GroupedNhwc,)
-LAYOUTS = ("NHWC",)
-RUNS_ON = AMPERE
-TENSOR_CORES = True
+CONFIGS, LAYOUTS, RUNS_ON, TENSOR_CORES, MOST_VARIANTS = (GroupedNhwc,), ("NHWC",), AMPERE, True, {"cuda": 12}
 ORDER = ()  # all sum alike
-MOST_VARIANTS = {"cuda": 12}
+COST = costs("mma.grouped_nhwc")
+GroupedPhase = kernel_struct("grouped_nhwc", "GroupedPhase")
 
 
 # ---- what runs
@@ -196,9 +190,6 @@ LEGAL = Tiles(
 # ---- launches
 
 
-GroupedPhase = kernel_struct("grouped_nhwc", "GroupedPhase")
-
-
 def schedule(problem: ConvProblem, config: GroupedNhwc, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`; they note no moments."""
     shared = _shared_bytes(problem, config)
@@ -270,7 +261,6 @@ def variants(device: Device) -> Iterator[VariantSet]:
 
 # ---- the choice
 
-COST = costs("mma.grouped_nhwc")
 HEIGHTS, WIDEST, IMAGES = (4, 8, 12, 16), 64, (2, 4, 7, 8)  # rows, most columns of an image, and images of tiles
 
 
