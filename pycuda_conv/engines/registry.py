@@ -21,6 +21,12 @@ from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device
 
+#: What :mod:`pycuda_conv.engines` has of this module.
+__all__ = [
+    "BATCHES", "alternatives", "candidates", "choose", "config_classes", "config_from_table", "engine_of", "fastest_first", "filter_key",
+    "find", "order", "predicted", "predictions", "reads_c_order", "refusal", "same_bits", "schedule", "uses_tensor_cores", "with_moments",
+]  # fmt: skip
+
 #: All engines; :mod:`pycuda_conv.engines.peers` lists them here. Among equal predictions that of the first engine wins.
 ENGINES: tuple[Engine, ...] = ()
 

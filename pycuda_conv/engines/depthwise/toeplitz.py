@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import takewhile
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 from pycuda_conv.engines.base import FLAG, Config, ConvProblem, Device, KernelLaunch, VariantSet, kernel_struct
 from pycuda_conv.engines.costs import bytes_moved, costs, spread
@@ -78,31 +79,12 @@ def _steps(problem: ConvProblem) -> int | None:
     return next((steps for steps in STEPS[stride] if columns <= 16 * steps), None)
 
 
-class _Unit(NamedTuple):
-    """The work of a block, called a unit."""
-
-    planes: int
-    band: int  # rows of the result
-    columns: int  # of the result
-    bands: int  # units below one another that cover a plane
-    spans: int  # units side by side that cover a plane
-    blocks: int
-    groups: int  # tasks side by side
-    x_rows: int  # of a plane
-    units: int  # eights of columns of x
-    pitch: int
-    plane_pitch: int
-    y_off: int  # columns of the result and of the input that eight 0 begins with
-    x_off: int
-    taps_pitch: int  # words of a row of the filter
-    y_at: int
-    x_at: int
-    shared: int
-
-
 @lru_cache(maxsize=1024)  # the planner asks for it several times
-def _unit(problem: ConvProblem, config: DepthwiseToeplitz) -> _Unit | None:
-    """The unit that fits into the shared memory of `config` and reads the fewest values twice; None where none fits."""
+def _unit(problem: ConvProblem, config: DepthwiseToeplitz) -> Any:
+    """The work of a block that fits into the shared memory of `config` and reads the fewest values twice; None where none fits.
+
+    It has what the kernel's members of these names have, the blocks of a launch, and bytes of shared memory.
+    """
     (_, h, _), (_, p, q), (_, r, _), (_, stride_h, stride) = problem.operand_size, problem.result_size, problem.filter_size, problem.stride
     most, steps, last, all_planes = config.UNIT_KIB * 1024, _steps(problem), problem.layout == "NHWC", problem.N * problem.K
     assert steps is not None
@@ -125,7 +107,7 @@ def _unit(problem: ConvProblem, config: DepthwiseToeplitz) -> _Unit | None:
     granule = 2 * EIGHT if grad else EIGHT  # columns
     least_rows = 2 * ROWS if grad else ROWS
 
-    def unit(planes: int, band: int, columns: int) -> _Unit:
+    def unit(planes: int, band: int, columns: int) -> Any:
         bands, spans, eights = ceil(p, band), ceil(q - y_off, columns), columns // EIGHT
         met = (band + r) // 2 + 1 if grad else (band - 1) * stride_h + span
         x_rows = min(met, h) if last or bands > 1 else h
@@ -137,9 +119,10 @@ def _unit(problem: ConvProblem, config: DepthwiseToeplitz) -> _Unit | None:
         beside = of_task * stride  # eights that a task reads behind the end of the row, for tiles that don't exist
         blocks = bands * spans * (problem.N * ceil(problem.K, CHANNELS) if last else ceil(all_planes, planes))
         shared = x_at + (planes * plane_pitch + pitch + beside) * 16
-        return _Unit(
-            planes, band, columns, bands, spans, blocks, ceil(eights, of_task), x_rows, units, pitch, plane_pitch, y_off, x_off, taps_pitch,
-            y_at, x_at, shared,
+        return SimpleNamespace(
+            planes=planes, band=band, columns=columns, bands=bands, spans=spans, blocks=blocks, groups=ceil(eights, of_task), x_rows=x_rows,
+            units=units, pitch=pitch, plane_pitch=plane_pitch, y_off=y_off, x_off=x_off, taps_pitch=taps_pitch, y_at=y_at, x_at=x_at,
+            shared=shared,
         )  # fmt: skip
 
     row = ceil(q - y_off, granule) * granule
@@ -157,7 +140,7 @@ def _unit(problem: ConvProblem, config: DepthwiseToeplitz) -> _Unit | None:
     return max(fitting, key=lambda one: one.band, default=None)
 
 
-def _sixteens(problem: ConvProblem, unit: _Unit) -> int:
+def _sixteens(problem: ConvProblem, unit: Any) -> int:
     """How many tasks of a unit lie below one another."""
     return 2 * ceil(unit.band, 2 * ROWS) if _strided(problem) else ceil(unit.band, ROWS)
 

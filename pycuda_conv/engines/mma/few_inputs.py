@@ -11,7 +11,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 from pycuda_conv.engines.base import FLAG, Config, ConvProblem, Device, KernelLaunch, VariantSet, kernel_struct
 from pycuda_conv.engines.costs import bytes_moved, costs
@@ -51,36 +52,9 @@ FewInputsArguments = kernel_struct("few_inputs", "FewInputsArguments")
 # ---- what runs
 
 
-class _Tile(NamedTuple):
-    """The tile of a configuration."""
-
-    rows: int
-    tiles_w: int
-    tiles_h: int
-    tiles: int  # of each chunk of channels
-    chunks: int
-    run: int  # contiguous elements of a row of taps, or of a tap
-    lead: int  # elements before them in their first word
-    row_words: int
-    words: int  # of gemm k
-    steps: int
-    patch_rows: int  # rows of a slice
-    patch: int  # rows of all slices
-    pitch: int  # elements from row to row
-    unit: int  # elements that are copied at once
-    shift: int  # elements of a patch's row before its first pixel
-    stages: int
-    stage_bytes: int
-    table_at: int
-    places_at: int
-    patch_at: int
-    copy_at: int
-    transpose_at: int
-    shared: int
-
-
 @lru_cache(maxsize=1024)  # the planner asks for it several times
-def _tile(problem: ConvProblem, config: FewInputs) -> _Tile:
+def _tile(problem: ConvProblem, config: FewInputs) -> Any:
+    """The tile of a configuration: what the kernel's members of these names have, its chunks of channels, and its shared memory."""
     (t, r, s), (o, p, q), channels, size = problem.filter_size, problem.result_size, _pixel(problem), problem.itemsize
     slices = t if problem.layout == "NHWC" else t * _channels(problem)  # those that a tile reads
     _, stride_h, stride_w = problem.stride if problem.direction == "fprop" else (1, 1, 1)
@@ -107,10 +81,11 @@ def _tile(problem: ConvProblem, config: FewInputs) -> _Tile:
     tiles_w, tiles_h = ceil(q, config.COLUMNS), ceil(p, rows)
     chunks = problem.groups * ceil(problem.result_channels // problem.groups, config.BLOCK_N)
     transpose_at = patch_at + (stages + copies) * nbytes
-    return _Tile(
-        rows, tiles_w, tiles_h, problem.N * o * tiles_h * tiles_w, chunks, run, lead, row_words, words, steps, patch_rows,
-        slices * patch_rows, pitch, unit, shift, stages, nbytes, table_at, places_at, patch_at,
-        copies * stages * nbytes, transpose_at, transpose_at + transposing,
+    return SimpleNamespace(
+        rows=rows, tiles_w=tiles_w, tiles_h=tiles_h, tiles=problem.N * o * tiles_h * tiles_w, chunks=chunks, run=run, lead=lead,
+        row_words=row_words, words=words, steps=steps, patch_rows=patch_rows, patch=slices * patch_rows, pitch=pitch, unit=unit,
+        shift=shift, stages=stages, stage_bytes=nbytes, table_at=table_at, places_at=places_at, patch_at=patch_at, copy_at=copies * stages * nbytes,
+        transposed_at=transpose_at, shared=transpose_at + transposing,
     )  # fmt: skip
 
 
@@ -138,12 +113,12 @@ def _run(problem: ConvProblem) -> int:
     return next(run for run in (16 // problem.itemsize, 2, 1) if problem.result_size[2] % run == 0)
 
 
-def _resident(tile: _Tile) -> int:
+def _resident(tile: Any) -> int:
     """Blocks that fit a multiprocessor."""
     return max(1, min(2, 2 * SHARED_BYTES // (tile.shared + 1024)))
 
 
-def _workers(tile: _Tile, device: Device) -> int:
+def _workers(tile: Any, device: Device) -> int:
     """Blocks that share the tiles of a chunk of channels."""
     return min(tile.tiles, max(1, ceil(device.multiprocessors * _resident(tile), tile.chunks)))
 
@@ -219,7 +194,7 @@ def _launch(
         w_group=w_group, w_k=w_k, w_c=w_c, w_tap=w_tap, w_order=order, outer=outer, inner=inner, filters=config.BLOCK_N * channels * taps,
         last_tap=-1 if forward else taps - 1, row_taps=tile.run // pixel, channel_words=tile.words // channels if planes else 0,
         units=tile.pitch // tile.unit, **by_axis("stride_", problem.stride if forward else (1, 1, 1)), **by_axis("low_", _low(problem)),
-        wide=wide, transposed_at=tile.transpose_at, bordered=int(sides is not None), **(sides or NO_SIDES),
+        wide=wide, bordered=int(sides is not None), **(sides or NO_SIDES),
     )  # fmt: skip
     defines = {"TYPE": ELEMENTS[problem.dtype], "BLOCK_N": config.BLOCK_N, "PLANES": int(planes), "PRODUCTS": products(problem)}
     return KernelLaunch(
