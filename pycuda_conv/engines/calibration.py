@@ -54,18 +54,7 @@ def tile(config: Any) -> str:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The factors of one GPU, and where they come from.
-
-    Attributes
-    ----------
-    gpu, driver, date, command : str
-    capability : (int, int)
-    multiprocessors : int
-    factors : dict of str to float
-        By kind. A kind without one has that of the kind before it.
-    timings : list
-        What the factors were fitted to: [problem's fields, [[engine, configuration, predicted us, measured us], ...]].
-    """
+    """The factors of one GPU, and where they come from."""
 
     gpu: str
     capability: tuple[int, int]
@@ -73,7 +62,8 @@ class Calibration:
     driver: str = ""
     date: str = ""
     command: str = ""
-    factors: Mapping[str, float] = field(default_factory=dict)
+    factors: Mapping[str, float] = field(default_factory=dict)  # by kind; a kind without one has that of the kind before it
+    #: What the factors were fitted to: [problem's fields, [[engine, configuration, predicted us, measured us], ...]].
     timings: tuple[Any, ...] = ()
 
     def factor(self, engine: str, problem: ConvProblem, config: Any = None) -> float:

@@ -21,17 +21,9 @@ def ceil(a: int, b: int) -> int:
 
 
 def divider(d: int) -> int:
-    """The divisor `d` as the kernels take it: see ``cu/core/division.cuh``.
+    """The divisor `d`, from 0 to 2^31, as kernels take it (``cu/core/division.cuh``): a multiplier in the lower 32 bits, a shift above.
 
-    Parameters
-    ----------
-    d : int
-        From 0 to 2^31. 0, the size of an empty axis, counts as 1: no launched block divides by it.
-
-    Returns
-    -------
-    int
-        A multiplier in the lower 32 bits, a shift in the upper ones.
+    0, the size of an empty axis, counts as 1: no launched block divides by it.
     """
     if not 0 <= d <= 2**31:
         raise ValueError(f"d must be from 0 to 2^31, got {d}")

@@ -46,26 +46,14 @@ OPERANDS = INPUT, WEIGHT, *FINISH, RESULT
 
 @dataclass(frozen=True)
 class Moments:
-    """Moments of a convolution's result, channel by channel, which it notes for a batch norm behind it.
+    """Moments of a convolution's result, channel by channel, which it notes for a batch norm behind it."""
 
-    Attributes
-    ----------
-    sets, span, per : int
-        There are `sets` sets of `span` pixels. A set is cut into slices of `per` pixels; its last slice may be shorter.
-    channels : int
-    parts : int
-        Where the moments lie in the workspace: [slice][mean, sum of squared deviations from it][channel].
-    redone : int
-        Where each block notes whether it computed some results once more: then the moments are not those of the final results.
-    blocks : int
-    """
-
-    sets: int
+    sets: int  # each of `span` pixels, cut into slices of `per` pixels; the last slice may be shorter
     span: int
     per: int
     channels: int
-    parts: int = 0
-    redone: int = 0
+    parts: int = 0  # where they lie in the workspace: [slice][mean, sum of squared deviations from it][channel]
+    redone: int = 0  # where each block notes whether it computed some results once more: then these are not the final results' moments
     blocks: int = 0
 
     @property

@@ -1,8 +1,7 @@
 """dgrad as a product without taps, whose columns are added (``cu/layout/columns_add.cu``).
 
-The product gives what each tap contributes for each pixel that it reads. It has a 1x1 filter with a channel for each channel and tap,
-and any engine computes it. It is dense, whatever the stride. If the result's pixels meet few taps, it has hardly more elements than the
-result: patches, long filters with long strides, strides of three.
+The product gives what each tap contributes for each pixel that it reads. It has a 1x1 filter with a channel for each channel and tap, and
+is dense, whatever the stride. If the result's pixels meet few taps, it has hardly more elements than the result.
 """
 
 from __future__ import annotations
@@ -32,9 +31,6 @@ class Columns(Delegating):
 CONFIGS, LAYOUTS, RUNS_ON, TENSOR_CORES, MOST_VARIANTS = (Columns,), ("NCHW", "NHWC"), CUDA, True, {"cuda": 4}
 COST = costs("compose.columns")
 ColumnsArguments = kernel_struct("columns_add", "ColumnsArguments")
-
-
-# ---- what runs
 
 
 def _taps(problem: ConvProblem) -> int:
@@ -76,9 +72,6 @@ TAKES = Takes(
 LEGAL = Tiles(TAKES, Columns, lambda problem, config: AROUND.fits(problem, config))
 
 
-# ---- launches
-
-
 def schedule(problem: ConvProblem, config: Columns, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`; they note no moments."""
     product, scratch = _product(problem), Arena(WORKSPACE)
@@ -118,8 +111,6 @@ def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each type."""
     yield VariantSet("columns_add", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": (0,), "THREADS": (THREADS,)})
 
-
-# ---- the choice
 
 MOST_MET = 64  # the most taps that a pixel meets: with more there are many more columns than elements of the result
 MOST_BYTES = 2**30  # the most columns, in bytes of workspace

@@ -1,8 +1,6 @@
 """Channels-last convolutions whose channels fill no 16 bytes: images and filter are copied with zeros behind their channels.
 
-Tensor loads take pixels of a multiple of 16 bytes. Where the channels over which a result sums are no such number,
-``cu/layout/fold_channels.cu`` copies them with zeros behind, and an engine that reads channels-last arrays does the rest. It writes the
-result as it is to lie.
+``cu/layout/fold_channels.cu`` does so, and an engine that reads channels-last arrays does the rest.
 """
 
 from __future__ import annotations
@@ -32,9 +30,6 @@ CONFIGS, LAYOUTS, RUNS_ON, TENSOR_CORES, MOST_VARIANTS = (Filled,), ("NHWC",), H
 COST = costs("compose.fold_channels")
 
 
-# ---- what runs
-
-
 def _filled(problem: ConvProblem) -> ConvProblem:
     """The problem with as many more channels to sum over as fill 16 bytes."""
     each = WORD // problem.itemsize
@@ -51,9 +46,6 @@ TAKES = Takes(
     ("it counts in 32 bits", lambda p: _filled(p).largest_array < 2**31),
 )  # fmt: skip
 LEGAL = Tiles(TAKES, Filled, lambda problem, config: AROUND.fits(problem, config))
-
-
-# ---- launches
 
 
 def _filter_copy(problem: ConvProblem, place: BufferSlice, last: bool) -> KernelLaunch:
@@ -97,9 +89,6 @@ def schedule(problem: ConvProblem, config: Filled, device: Device, with_moments:
 def variants(device: Device) -> Iterator[VariantSet]:
     """None of its own: ``hopper/wgrad.py`` lists those of the copies."""
     yield from ()
-
-
-# ---- the choice
 
 
 def _copying(problem: ConvProblem, delegate: Config, device: Device) -> float:

@@ -29,9 +29,6 @@ CONFIGS, LAYOUTS, TENSOR_CORES, MOST_VARIANTS = (Upsampled,), ("NCHW", "NHWC"), 
 COST = costs("compose.upsampled")
 
 
-# ---- what runs
-
-
 def upsamples(problem: ConvProblem) -> bool:
     """True: it takes all problems that are :attr:`ConvProblem.upsampled`, and no others."""
     return True
@@ -55,9 +52,6 @@ TAKES = Takes(
     ("its image has no whole number of pixels", lambda p: not any(n % u for n, u in zip(p.input_size, p.upsample, strict=True))),
 )
 LEGAL = Tiles(TAKES, Upsampled, _fits)
-
-
-# ---- launches
 
 
 def _frames(problem: ConvProblem) -> bool:
@@ -120,9 +114,6 @@ def filter_key(problem: ConvProblem, config: Upsampled) -> Hashable:
 def variants(device: Device) -> Iterator[VariantSet]:
     """Those of both kernels."""
     yield from enlarge.variants()
-
-
-# ---- the choice
 
 
 def _overhead_us(problem: ConvProblem, delegate: Config, device: Device) -> float:

@@ -40,8 +40,6 @@ RUNS_ON = HOPPER
 TENSOR_CORES = True
 MOST_VARIANTS = {"cuda": 2}
 
-# ---- what runs
-
 
 def _transposed(problem: ConvProblem) -> ConvProblem:
     """The problem of the transposed arrays, as it is launched."""
@@ -80,9 +78,6 @@ TAKES = Takes(
     NOT_EMPTY, ("a single channel lies in either order", lambda p: p.layout != "NCHW" or not p.C == p.K == 1), IN_32_BITS,
 )  # fmt: skip
 LEGAL = Tiles(TAKES, ViaNhwc, _fits)
-
-
-# ---- launches
 
 
 ViaNhwcArguments = kernel_struct("via_nhwc", "ViaNhwcArguments")
@@ -234,8 +229,6 @@ def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each size of elements."""
     yield VariantSet("via_nhwc", {"BYTES": (2, 4)})
 
-
-# ---- the choice
 
 COST = costs("compose.via_nhwc")
 

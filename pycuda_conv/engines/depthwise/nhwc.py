@@ -46,9 +46,6 @@ SECTOR = 32  # bytes that memory reads at once
 FULL = 2 * THREADS * 132  # threads: two blocks a multiprocessor of Hopper
 
 
-# ---- what runs
-
-
 def adapts(problem: ConvProblem) -> bool:
     """Whether ``depthwise/nhwc_strips.cu`` reads the image's border: one alike at both sides of an axis, no further than the other end."""
     plain = not (problem.input_dtype or problem.result_dtype)

@@ -177,9 +177,6 @@ def grid_of(problem: ConvProblem, config: Config) -> int:
     return args.blocks_c * args.blocks_q * args.blocks_p * ceil(problem.N, images)
 
 
-# ---- launches
-
-
 def adds_border(source: ConvProblem, problem: ConvProblem, config: Config) -> bool:
     """Whether :func:`schedule` takes the image of `source`, which has a border, for the wider one of `problem`: the ring's kernel may."""
     return isinstance(config, DepthwiseRing)

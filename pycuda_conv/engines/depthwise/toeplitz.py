@@ -47,9 +47,6 @@ COST = costs("depthwise.toeplitz")
 DepthwiseToeplitzArguments = kernel_struct("depthwise_toeplitz", "DepthwiseToeplitzArguments")
 
 
-# ---- what runs
-
-
 def _strided(problem: ConvProblem) -> bool:
     """Whether `problem` is the gradient of a convolution of stride 2 by its input."""
     return problem.direction == "dgrad" and problem.stride[2] > 1
@@ -180,9 +177,6 @@ def _fits(problem: ConvProblem, config: DepthwiseToeplitz) -> str | None:
 LEGAL = Tiles(TAKES, DepthwiseToeplitz, _fits)
 
 
-# ---- launches
-
-
 def adds_border(source: ConvProblem, problem: ConvProblem, config: DepthwiseToeplitz) -> bool:
     """Whether the kernel reads the image of `source` with its border: of planes that fit a block."""
     if source.direction != "fprop" or source.layout != "NCHW" or TAKES.why_not(source):
@@ -231,9 +225,6 @@ def variants(device: Device) -> Iterator[VariantSet]:
         yield VariantSet("depthwise_toeplitz", choices | {"GRAD": (0,)})
         yield VariantSet("depthwise_toeplitz", choices | {"GRAD": (0,), "LAST": (0,), "BORDERED": (1,)})
     yield VariantSet("depthwise_toeplitz", {"TYPE": (HALF, BFLOAT), "STRIDE": (1,), "STEPS": (1,), "GRAD": (1,), "LAST": FLAG})
-
-
-# ---- the choice
 
 
 class CostTerms(NamedTuple):

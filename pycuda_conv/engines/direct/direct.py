@@ -74,9 +74,6 @@ LAYOUTS = "NCHW", "CNHW"
 MOST_VARIANTS = {"cuda": 226, "opencl": 102}
 
 
-# ---- what runs
-
-
 def adapts(problem: ConvProblem) -> bool:
     """Whether ``direct/tile.cu`` reads the image: with a border that is alike at both sides of an axis, and of integers of up to 16 bits.
 
@@ -137,9 +134,6 @@ def _grid(problem: ConvProblem, config: Config) -> int:
         return ceil(pixels, config.THREADS) * problem.groups * ceil(problem.C // problem.groups, config.BLOCK_C) * config.SPLIT
     assert isinstance(config, Wgrad)
     return wgrad_grid(problem, config)
-
-
-# ---- launches
 
 
 # The structs of the kernels, which explain each member.

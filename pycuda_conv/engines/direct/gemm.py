@@ -65,9 +65,6 @@ COST = costs("direct.gemm")
 GemmArguments = kernel_struct("direct_gemm", "GemmArguments")
 
 
-# ---- what runs
-
-
 def _no_tile(config: Gemm) -> str | None:
     threads_m, threads_n = config.BLOCK_M // config.THREAD_M, config.BLOCK_N // config.THREAD_N
     if config.THREAD_M % 4 or config.THREAD_N % 4 or config.BLOCK_M % config.THREAD_M or config.BLOCK_N % config.THREAD_N:
@@ -100,9 +97,6 @@ def _shared_bytes(problem: ConvProblem, config: Gemm) -> int:
 
 TAKES = Takes()  # everything
 LEGAL = Tiles(TAKES, Gemm, lambda _, config: _no_tile(config), shared=(_shared_bytes, STATIC_SHARED_BYTES), blocks=_largest_grid)
-
-
-# ---- launches
 
 
 def schedule(problem: ConvProblem, config: Gemm, device: Device, with_moments: bool = False) -> Schedule:
@@ -189,9 +183,6 @@ def variants(device: Device) -> Iterator[VariantSet]:
             yield VariantSet("direct_gemm", common | of_tile | vectors)
 
 
-# ---- the choice
-
-
 GEMM_RATES = {Gemm(*tile): rate for tile, rate in COST.GEMM_RATES.items()}
 GEMM_RATES_64 = {Gemm(*tile): rate for tile, rate in COST.GEMM_RATES_64.items()}
 CPU_TILE = Gemm(64, 64, 8, 4, 4, 1)
@@ -222,13 +213,9 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[Gemm]:
 def time(problem: ConvProblem, config: Gemm, device: Device) -> float | None:
     """Microseconds that `config` should take, None for a tile of no known rate.
 
-    Blocks run in rounds, of which the last may leave multiprocessors half empty.
-
-    A block takes its multiplications, and STEPS more of the loop for its start and its stores. A multiprocessor with
-    n of the m blocks that fit runs at (n/m)^FILLED of its full rate. Phases of dgrad run side by side, the longest
-    first, and what remains at the end is most of one long block. But only SIDE_BY_SIDE launches run at once, so many phases of few
-    blocks take as long as these blocks one after the other. A split sum is written and read once more, with twice the bytes if a phase
-    writes every other pixel.
+    A block takes its multiplications, and STEPS more of the loop for its start and its stores. A multiprocessor with n of the m blocks that
+    fit runs at (n/m)^FILLED of its full rate. Phases run side by side, but only SIDE_BY_SIDE launches at once; what remains at the end is
+    most of one long block. A split sum is written and read once more, with twice the bytes if a phase writes every other pixel.
     """
     multiprocessors, all_at_once = device.multiprocessors, _rates(problem).get(_split(config, 1))
     if all_at_once is None:

@@ -42,9 +42,6 @@ RUN = 4096
 MOST_PART_BYTES = 1 << 28  # of the parts of all slices
 
 
-# ---- what runs
-
-
 def _columns(problem: ConvProblem) -> int:
     """Channels of a group times taps of the filter, which is the result: see :attr:`ConvProblem.launched`."""
     return problem.N * math.prod(problem.output_size)
@@ -63,9 +60,6 @@ def _grid(problem: ConvProblem, config: PatchWgrad) -> int:
 
 TAKES = Takes(("it computes gradients of filters", lambda problem: problem.layout in LAYOUTS))
 LEGAL = Tiles(TAKES, PatchWgrad, blocks=_grid, together={("BLOCK_M", "BLOCK_N"): TILES})
-
-
-# ---- launches
 
 
 def schedule(problem: ConvProblem, config: PatchWgrad, device: Device, with_moments: bool = False) -> Schedule:
@@ -109,16 +103,10 @@ def variants(device: Device) -> Iterator[VariantSet]:
         yield VariantSet("patch_wgrad", common | tile | {"CHANNELS_LAST": FLAG})
 
 
-# ---- the choice
-
-
 def time(problem: ConvProblem, config: PatchWgrad, device: Device) -> float:
     """Microseconds that `config` should take: instructions of the multiprocessor with most blocks, or the waits of few blocks.
 
-    The model counts instructions. A multiprocessor with w warps issues 3.1 w / (w + 4) a cycle, as fitted for direct/gemm.cu's tiles.
-    A block waits for memory once each step, 0.6 us. On an H200 most of 53 float32 timings were within a tenth of that; 73 timings in
-    16 bits, whose elements are loaded one by one and converted, took 1.45 times as long. On an H100 low tiles and volumes take longer
-    than that: LONGER and VOLUME are fitted to 77 times, root mean square of the error 22%.
+    A multiprocessor with w warps issues 3.1 w / (w + 4) instructions a cycle. A block waits for memory once each step.
     """
     multiprocessors, wide = device.multiprocessors, problem.dtype == "float64"
     thread_m, thread_n = TILES[config.BLOCK_M, config.BLOCK_N]

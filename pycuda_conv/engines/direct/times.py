@@ -33,9 +33,7 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
 
     A thread of direct/batched.cu or direct/dgrad.cu waits for memory at every channel. So its time follows from the channels that it
     reads and from how many threads there are for each that fits, not from multiplications. The same holds for pixels in direct/wgrad.cu.
-    direct/tile.cu takes its multiplications, overhang included, its loads, and its blocks. Fitted to 119 times of float32 on an H200:
-    half of a tile's are within 7%, most of the others within a quarter. direct/wgrad.cu's times are older. direct/single.cu takes the
-    taps of its warps where each channel has one result: 11 times of float32 are within 16%.
+    direct/tile.cu takes its multiplications, overhang included, its loads, and its blocks; direct/single.cu the taps of its warps.
     """
     if isinstance(config, Tile):
         _, p, q = problem.result_size

@@ -33,9 +33,6 @@ def _few_sums(filters: int, taps: int) -> bool:
     return filters == 1 or filters * taps <= MOST_SUMS
 
 
-# ---- limits
-
-
 def wgrad_refusal(problem: ConvProblem, config: Wgrad) -> str | None:
     """Why `config` can't run `problem`, or None if it can."""
     if problem.layout != "CNHW":
@@ -60,9 +57,6 @@ def _blocks(problem: ConvProblem, taps: int, filters: int) -> int:
 def _shared_bytes(taps: int, threads: int, acc: int) -> int:
     """Bytes of shared memory of a block with sums of `acc` bytes."""
     return taps * ((threads + 8) * acc + 32)  # 8 sums between two taps' rows; 32 bytes for the offsets of a tap
-
-
-# ---- launch and variants
 
 
 WgradArguments = kernel_struct("direct_wgrad", "WgradArguments")
@@ -93,9 +87,6 @@ def wgrad_variants(code: int, acc: int, device: Device) -> Iterator[VariantSet]:
             for q in SQUARE:
                 if _few_sums(filters, q**2) and _shared_bytes(q**2, 128, acc) <= STATIC_SHARED_BYTES:
                     yield VariantSet("direct_wgrad", wgrad | {"TAPS": (q**2,), "Q": (q,)})
-
-
-# ---- time and choice
 
 
 COST = costs("direct.wgrad")

@@ -1,8 +1,6 @@
 """Large filters by Fourier transforms in float64 of blocks of images, lines and volumes: ``cu/fft/blocks_rows.cu`` and those beside it.
 
-A block is up to a whole image. Its spectrum goes through memory four times, or eight times in a volume, whatever the size of the filter.
-Each result is checked, and summed where the transform may not have it right, so that every element is as right as a sum of products.
-``cu/fft/blocks.cuh`` says how.
+Each result is checked, and summed where the transform may not have it right: ``cu/fft/blocks.cuh`` says how.
 """
 
 from __future__ import annotations
@@ -60,9 +58,6 @@ AT_ONCE, MOST_SPECTRA = 1 << 30, 1 << 30
 LEAST_TAPS, LEAST_OF_LINE = 100, 2048
 
 
-# ---- what runs
-
-
 @cache
 def factors(length: int) -> tuple[int, ...] | None:
     """The fewest factors of a length between the first and the last, or None if it is no length."""
@@ -118,21 +113,11 @@ def _filters(problem: ConvProblem) -> int:
 
 @dataclass(frozen=True)
 class _Blocks:
-    """How an image is cut into blocks; triples of numbers are of planes, rows and columns.
+    """How an image is cut into blocks; triples of numbers are of planes, rows and columns."""
 
-    Attributes
-    ----------
-    used : (int, int, int)
-        Results of a block.
-    count : (int, int, int)
-        Blocks of an image.
-    pairs : int
-        Pairs of blocks of a channel, over all images; the last block may be alone.
-    """
-
-    used: tuple[int, int, int]
-    count: tuple[int, int, int]
-    pairs: int
+    used: tuple[int, int, int]  # results of a block
+    count: tuple[int, int, int]  # blocks of an image
+    pairs: int  # of blocks of a channel, over all images; the last block may be alone
 
     @classmethod
     def of(cls, problem: ConvProblem, config: BlockFft) -> _Blocks:
@@ -162,9 +147,6 @@ def _fits(problem: ConvProblem, config: BlockFft) -> str | None:
 
 TAKES = Takes(UNIT_STEPS, ("it takes groups of which one channel is read", lambda p: p.operand_channels <= p.groups), NOT_EMPTY)
 LEGAL = Tiles(TAKES, BlockFft, _fits)
-
-
-# ---- launches
 
 
 def adds_border(source: ConvProblem, problem: ConvProblem, config: BlockFft) -> bool:
@@ -368,8 +350,6 @@ def variants(device: Device) -> Iterator[VariantSet]:
     yield VariantSet("fft_blocks_turns", doubles | {"INDEX_64": (0,)} | fixed)
     yield VariantSet("fft_blocks_sums", dtypes | fixed)
 
-
-# ---- the choice
 
 #: Lengths of an axis of a plane, and of a volume, that are compared.
 MOST_LENGTHS, MOST_OF_VOLUME = 12, 5

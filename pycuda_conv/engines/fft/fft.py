@@ -1,11 +1,7 @@
 """Large filters by Fourier transforms of tiles in shared memory: ``cu/fft/tiles.cu``, ``cu/fft/range.cu``, ``cu/fft/product.cu``.
 
 By default transforms are float64, whatever the arrays are, and each result is checked, so that every element is right (WIDE). With
-``algorithm="fft"`` they are of the type of sums. Then this is said of their error: it
-is relative to the norm of the pair of tiles that is transformed at once, not to each product. A result's window is
-the pixels that it is computed from. A result is taken from a transform only if the pair's norm is at most :data:`RANGE` times that of its
-window; other results are sums of products, or 0 where a window has nothing but zeros. ``docs/lab/transforms.md`` has the bound
-of the error.
+``algorithm="fft"`` they are of the type of sums, and their error is relative to norms: ``docs/lab/transforms.md``.
 """
 
 from __future__ import annotations
@@ -67,9 +63,6 @@ MOST_WORKSPACE = 4 << 30
 LEAST_TAPS = 100
 
 
-# ---- what runs
-
-
 def _wide(problem: ConvProblem) -> bool:
     """Whether transforms are float64 for arrays of another type, and results are checked."""
     return problem.dtype != "float64" and problem.algorithm != "fft"
@@ -93,28 +86,14 @@ def _shared_bytes(problem: ConvProblem, config: Fft) -> int:
 
 @dataclass(frozen=True)
 class _Tiles:
-    """How a plane is cut into tiles; each pair of numbers is of rows and columns.
+    """How a plane is cut into tiles; each pair of numbers is of rows and columns."""
 
-    Attributes
-    ----------
-    used : (int, int)
-        Results of a tile.
-    count : (int, int)
-        Tiles of a plane.
-    pairs : int
-        Pairs of tiles of a channel, over all images; the last tile may be alone.
-    part, box : (int, int)
-        Pixels of a part of a tile, and parts that lie in every window.
-    frequencies : int
-        Frequencies of a tile.
-    """
-
-    used: tuple[int, int]
-    count: tuple[int, int]
-    pairs: int
-    part: tuple[int, int]
-    box: tuple[int, int]
-    frequencies: int
+    used: tuple[int, int]  # results of a tile
+    count: tuple[int, int]  # tiles of a plane
+    pairs: int  # of tiles of a channel, over all images; the last tile may be alone
+    part: tuple[int, int]  # pixels of a part of a tile
+    box: tuple[int, int]  # parts that lie in every window
+    frequencies: int  # of a tile
 
     @classmethod
     def of(cls, problem: ConvProblem, config: Fft) -> _Tiles:
@@ -169,9 +148,6 @@ def _fits(problem: ConvProblem, config: Fft) -> str | None:
 
 TAKES = Takes(UNIT_STEPS, TWO_AXES, NOT_EMPTY)
 LEGAL = Tiles(TAKES, Fft, _fits, shared=(_shared_bytes, MOST_SHARED_BYTES), together={("TILE_H", "TILE_W"): TILES})
-
-
-# ---- launches
 
 
 def schedule(problem: ConvProblem, config: Fft, device: Device, with_moments: bool = False) -> Schedule:
@@ -299,9 +275,6 @@ def variants(device: Device) -> Iterator[VariantSet]:
         for linear, of_block in ((0, threads), (1, LINES[tile]))[: 1 + (tile == LINE)]:
             shape = {"TILE_H": tile[:1], "TILE_W": tile[1:], "THREADS": (of_block,), "LINEAR": (linear,)}
             yield VariantSet("fft_tiles", all_types | shape | {"MODE": (FORWARD, BACKWARD, WHOLE)}, partial(goes, (tile,)))
-
-
-# ---- the choice
 
 
 def _tiles(problem: ConvProblem) -> tuple[tuple[int, int], ...]:

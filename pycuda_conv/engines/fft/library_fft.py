@@ -1,10 +1,7 @@
 """Large filters by a library's Fourier transforms in float64, and ``cu/fft/library_fft.cu``: elements are as right as sums of products.
 
 The library is scipy's or numpy's in the host's memory (OpenCL), CuPy's or torch's on a GPU (cuFFT). Any filter, stride, dilation and
-number of axes is taken, and gradients by the filter too. :mod:`pycuda_conv.runtime.transforms` has the transforms.
-
-The error of a transform is relative to the norms of its operands. In float64 it is so small that it seldom shows in a float32 result.
-Where it may show, the result is a sum of products. ``docs/lab/transforms.md`` says when that is.
+number of axes is taken, and gradients by the filter too. ``docs/lab/transforms.md`` says when a result is a sum of products instead.
 """
 
 from __future__ import annotations
@@ -44,9 +41,6 @@ MOST_BYTES = 12 << 30
 #: The error of a result, relative to the sum of its products' magnitudes, that counts as right: half of a float's rounding. For float64
 #: it is half of the bound of a sum of products (:mod:`pycuda_conv.rounding`), without the root of the depth.
 ACCURACY = {"float16": 2.0**-24, "bfloat16": 2.0**-24, "float32": 2.0**-24, "float64": 2.0**-51}
-
-
-# ---- what runs
 
 
 def unsupported(device: Device) -> str | None:
@@ -137,9 +131,6 @@ def _lengths(
     return min(product(*choices), key=time)
 
 
-# ---- launches
-
-
 def schedule(problem: ConvProblem, config: LibraryFft, device: Device, with_moments: bool = False) -> Schedule:
     """The library's call, and the launch that checks and finishes what it has made."""
     args, scratch = transforms(problem), Arena(WORKSPACE)
@@ -188,9 +179,6 @@ def _too_large(problem: ConvProblem) -> str | None:
 
 TAKES = Takes(NOT_EMPTY, _too_large)
 LEGAL = Tiles(TAKES, LibraryFft, blocks=lambda problem, _: ceil(math.prod(problem.result_shape), THREADS))
-
-
-# ---- the choice
 
 
 def time(problem: ConvProblem, config: LibraryFft, device: Device) -> float:

@@ -1,8 +1,7 @@
 """Channels-last arrays whose pixels are no multiple of 128 bytes, on Hopper's tensor cores (``cu/hopper/gather.cu``).
 
-They are float16, bfloat16, and float32 with ``precision="tf32"``. Threads copy what the taps read, so that the channels of all taps are
-contiguous in gemm k; tensor loads would leave gaps of zeros. One launch does everything, but a filter without such rows
-is transposed first.
+Threads copy what the taps read, so that the channels of all taps are contiguous in gemm k; tensor loads would leave gaps of zeros. A
+filter without such rows is transposed first.
 """
 
 from __future__ import annotations
@@ -64,9 +63,6 @@ COST = costs("hopper.gather")
 GatherPhase = kernel_struct("hopper_gather", "GatherPhase")
 
 
-# ---- what runs
-
-
 class _Runs(NamedTuple):
     """The parts of x that are contiguous in gemm k and in memory: the channels of a tap, or of a row of taps, which then counts as one."""
 
@@ -122,9 +118,6 @@ def _ring(config: GatherNhwc) -> Ring:
 def _max_stages(rows: int, columns: int, cluster: int) -> int:
     """The stages that a ring has room for."""
     return _ring(GatherNhwc(rows, columns, CLUSTER=cluster)).deepest(range(STAGES, 1, -1))
-
-
-# ---- launches
 
 
 def schedule(problem: ConvProblem, config: GatherNhwc, device: Device, with_moments: bool = False) -> Schedule:
@@ -219,9 +212,6 @@ def variants(device: Device) -> Iterator[VariantSet]:
                 "TYPE": tuple(ELEMENTS.values()), "COPY": COPIES, "CLUSTER": (cluster,),
             }  # fmt: skip
             yield VariantSet("hopper_gather", choices, arch="sm_90a")
-
-
-# ---- the choice
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[GatherNhwc]:

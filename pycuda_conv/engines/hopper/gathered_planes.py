@@ -1,7 +1,6 @@
 """1x1 convolutions of few pixels, or of NCHW planes that tensor loads don't take, on Hopper (``cu/hopper/gathered_planes.cu``).
 
-The arrays are float16, bfloat16, and float32 with ``precision="tf32"``. Planes may have any size, and pixels of x may lie a stride apart.
-Tiles go on from one image to the next. Threads load what a tile reads, so one launch does everything.
+Planes may have any size, and pixels of x may lie a stride apart. Tiles go on from one image to the next.
 """
 
 from __future__ import annotations
@@ -48,9 +47,6 @@ COST = costs("hopper.gathered_planes")
 GatheredPlanesProduct = kernel_struct("hopper_gathered_planes", "GatheredPlanesProduct")
 
 
-# ---- what runs
-
-
 def _fits(problem: ConvProblem, config: GatheredPlanes) -> str | None:
     shares, ring = TILES[config.BLOCK_M, config.BLOCK_N], _ring(config)
     if (config.CLUSTER, config.GROUPS) not in shares:
@@ -90,9 +86,6 @@ def _max_stages_of(rows: int, pixels: int, cluster: int, groups: int) -> Gathere
     """A tile with the stages that its ring has room for."""
     tile = GatheredPlanes(rows, pixels, CLUSTER=cluster, GROUPS=groups)
     return replace(tile, STAGES=_ring(tile).deepest(range(STAGES, 1, -1)))
-
-
-# ---- launches
 
 
 def schedule(problem: ConvProblem, config: GatheredPlanes, device: Device, with_moments: bool = False) -> Schedule:
@@ -145,9 +138,6 @@ def variants(device: Device) -> Iterator[VariantSet]:
                 "TYPE": tuple(ELEMENTS.values()), "W_TRANSPOSED": FLAG, "CLUSTER": (cluster,), "GROUPS": (groups,),
             }  # fmt: skip
             yield VariantSet("hopper_gathered_planes", choices, arch="sm_90a")
-
-
-# ---- the choice
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[GatheredPlanes]:

@@ -35,25 +35,13 @@ from pycuda_conv.engines.tensor_cores import gemm_products, limbs, products
 
 
 class Rates(NamedTuple):
-    """Measured rates for elements of one size.
+    """Measured rates for elements of one size."""
 
-    Attributes
-    ----------
-    clock : float
-        Cycles a microsecond, which the power limit keeps low under this load.
-    row_cycles : float
-        Cycles of a tensor load for each pixel's row of channels.
-    loaded, stored : float
-        Bytes a microsecond and multiprocessor into shared memory, and of the result, while all multiprocessors write.
-    launch_time : float
-        Microseconds of a launch.
-    """
-
-    clock: float
-    row_cycles: float
-    loaded: float
-    stored: float
-    launch_time: float
+    clock: float  # cycles a microsecond, which the power limit keeps low under this load
+    row_cycles: float  # cycles of a tensor load for each pixel's row of channels
+    loaded: float  # bytes a microsecond and multiprocessor into shared memory
+    stored: float  # the same of the result, while all multiprocessors write
+    launch_time: float  # microseconds of a launch
 
 
 class InPlaceRates(NamedTuple):

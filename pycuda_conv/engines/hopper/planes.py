@@ -53,9 +53,6 @@ COST = costs("hopper.planes")
 PlanesProduct = kernel_struct("hopper_planes", "PlanesProduct")
 
 
-# ---- what runs
-
-
 TAKES = Takes(
     HALVES, ONE_GROUP, NOT_EMPTY, POINTWISE,
     (
@@ -82,9 +79,6 @@ def _ring(config: Planes) -> Ring:
 def _max_stages_of(rows: int, pixels: int) -> Planes:
     """A tile with the most stages that shared memory has room for."""
     return Planes(rows, pixels, _ring(Planes(rows, pixels)).deepest(range(STAGES, 1, -1)))
-
-
-# ---- launches
 
 
 def schedule(problem: ConvProblem, config: Planes, device: Device, with_moments: bool = False) -> Schedule:
@@ -140,9 +134,6 @@ def variants(device: Device) -> Iterator[VariantSet]:
             "TYPE": (HALF, BFLOAT), "W_MN_MAJOR": FLAG, "OWN_M": (own.rows,), "RESULTS": (own.results,),
         }  # fmt: skip
         yield VariantSet("hopper_planes", choices, arch="sm_90a")
-
-
-# ---- the choice
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Planes]:

@@ -1,8 +1,7 @@
 """1x1 convolutions of float32 arrays, and their gradients, on Hopper's tensor cores in TF32 (``cu/hopper/pointwise.cu``).
 
-The arrays are read as they lie: only the filter is packed, nothing is scaled, and no number needs a path of its own. A product
-in TF32 takes twice the time of one in 16 bits. So if there is more to multiply than to read, the packed operands of
-:mod:`pycuda_conv.engines.hopper.gemm` win; :func:`time` says where.
+Only the filter is packed. A product in TF32 takes twice the time of one in 16 bits: if there is more to multiply than to read, the packed
+operands of :mod:`pycuda_conv.engines.hopper.gemm` win.
 """
 
 from __future__ import annotations
@@ -58,9 +57,6 @@ COST = costs("hopper.pointwise")
 PointwiseProduct = kernel_struct("hopper_pointwise", "PointwiseProduct")
 #: The arguments of ``split_filter``.
 SplitFilter = kernel_struct("hopper_pointwise", "SplitFilter")
-
-
-# ---- what runs
 
 
 def _aligned(problem: ConvProblem) -> bool:
@@ -119,25 +115,18 @@ def _ring(config: Pointwise, limbs_each: int) -> Ring:
     return Ring(sum(_stage_bytes(config, limbs_each)), ALIGNMENT, SHARED_BYTES)
 
 
-# ---- launches
-
-
 @dataclass(frozen=True)
 class _Product:
-    """The matrix product of a problem: see the head of the kernel.
+    """The matrix product of a problem: see the head of the kernel."""
 
-    Tiles along its columns, and rows; stages of k; rows, columns, warps of a tile that have rows; elements of the result from one row, and
-    from one column, to the next; splits.
-    """
-
-    across: int
-    down: int
-    steps: int
+    across: int  # tiles along its columns
+    down: int  # and along its rows
+    steps: int  # stages of k
     rows: int
     columns: int
-    busy: int
-    row_step: int
-    column_step: int
+    busy: int  # warps of a tile that have rows
+    row_step: int  # elements of the result from one row to the next
+    column_step: int  # and from one column
     splits: int
 
     @classmethod
@@ -290,8 +279,6 @@ def _is_listed(d: Mapping[str, int]) -> bool:
         return False
     return d["NHWC"] == 1 or d["BLOCKS"] == 2
 
-
-# ---- the choice
 
 #: The most columns with which a tile is tried with a raw filter, by its BLOCKS: each tile along the rows splits them once more.
 RAW_COLUMNS = {1: 32, 2: 64}

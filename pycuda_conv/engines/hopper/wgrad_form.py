@@ -1,8 +1,7 @@
 """The convolution whose gradient by the filter ``cu/hopper/wgrad.cu`` computes, as its loads see it.
 
 An array whose pixels are no multiple of 16 bytes is copied first, with zeros behind its channels. If x has few channels, the copy also
-folds taps into channels: one row of taps, or all. Flipped tiles see x and dy exchanged. Groups are packed together, so that their channels
-fill a row of an operand.
+folds taps into channels: one row of taps, or all. Groups are packed together, so that their channels fill a row of an operand.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """float64 convolutions and their gradients on the tensor cores of Ampere and Hopper (``cu/mma/dmma.cu``).
 
-The arrays are read as they lie, and sums are chains of IEEE fused multiply-adds: nothing is scaled, and no number needs
-a path of its own. A sum is one chain if cuDNN's is no shorter; longer ones are cut into chains of 64 products. A filter is packed only
-if neither its rows of gemm k nor its rows of channels are contiguous.
+A sum is one chain of IEEE fused multiply-adds if cuDNN's is no shorter; longer ones are cut into chains of 64 products. A filter is packed
+only if neither its rows of gemm k nor its rows of channels are contiguous.
 """
 
 from __future__ import annotations
@@ -56,22 +55,15 @@ DmmaFilterArguments = kernel_struct("dmma", "DmmaFilterArguments")
 
 @dataclass(frozen=True)
 class _Tile:
-    """Properties of a tile of one size.
+    """Properties of a tile of one size."""
 
-    WARP_M, WARP_N : a warp's part of the tile
-    STAGES, stages_80 : stages of the ring on Hopper, and on Ampere, which has less shared memory
-    SLICES : slices of 8 k in a stage
-    rates : TFLOP/s of all 132 multiprocessors with one block each, with two, and so on, up to as many as fit
-    start : microseconds of a block beside its products
-    """
-
-    WARP_M: int
+    WARP_M: int  # a warp's part of the tile
     WARP_N: int
-    STAGES: int
-    stages_80: int
-    SLICES: int
-    rates: tuple[float, ...]
-    start: float
+    STAGES: int  # of the ring on Hopper
+    stages_80: int  # on Ampere, which has less shared memory
+    SLICES: int  # of 8 k in a stage
+    rates: tuple[float, ...]  # TFLOP/s of all 132 multiprocessors with one block each, with two, and so on, up to as many as fit
+    start: float  # microseconds of a block beside its products
 
 
 #: WARP_M, WARP_N, STAGES, stages_80, and SLICES.
@@ -85,9 +77,6 @@ def _tiles_of(costs: Mapping[tuple[int, int], tuple[tuple[float, ...], float]]) 
 TILES = _tiles_of(COST.TILES)
 CUT = _tiles_of(COST.CUT)  # for sums that are cut into chains: these need twice the registers, which larger tiles do not have
 OF_ONE_TAP = _tiles_of(COST.ONE_TAP)  # their times for one tap, which needs no tables
-
-
-# ---- what runs
 
 
 def _tile(problem: ConvProblem, config: Dmma) -> _Tile | None:
@@ -168,9 +157,6 @@ def _lies_along_m(problem: ConvProblem) -> bool:
     part, *others = _parts(problem)
     taps = math.prod(problem.filter_size)
     return taps == 1 or (not others and part.taps == 1 and part.phases == taps and part.phase.first == (0, 0, 0))
-
-
-# ---- launches
 
 
 def schedule(problem: ConvProblem, config: Dmma, device: Device, with_moments: bool = False) -> Schedule:
@@ -409,9 +395,6 @@ LEGAL = Tiles(
     blocks=lambda problem, config: max(_tiles(problem, config, part) for part in _parts(problem)) * config.SPLIT,
     together={("BLOCK_M", "BLOCK_N"): TILES},
 )  # fmt: skip
-
-
-# ---- the choice
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Dmma]:

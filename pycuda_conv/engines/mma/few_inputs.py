@@ -1,8 +1,6 @@
 """Convolutions of few channels, on tensor cores: ``cu/mma/few_inputs.cu``.
 
-Other engines' rows of shared memory have room for 16 channels or more, or their images are packed first. Here gemm k runs through the
-channels of a row of taps, which are contiguous in memory; in NCHW through the taps of a channel's row. A float32 product is three products
-of TF32 halves.
+gemm k runs through the channels of a row of taps, which are contiguous in memory; in NCHW through the taps of a channel's row.
 """
 
 from __future__ import annotations
@@ -49,9 +47,6 @@ COST = costs("mma.few_inputs")
 FewInputsArguments = kernel_struct("few_inputs", "FewInputsArguments")
 
 
-# ---- what runs
-
-
 @lru_cache(maxsize=1024)  # the planner asks for it several times
 def _tile(problem: ConvProblem, config: FewInputs) -> Any:
     """The tile of a configuration: what the kernel's members of these names have, its chunks of channels, and its shared memory."""
@@ -84,8 +79,8 @@ def _tile(problem: ConvProblem, config: FewInputs) -> Any:
     return SimpleNamespace(
         rows=rows, tiles_w=tiles_w, tiles_h=tiles_h, tiles=problem.N * o * tiles_h * tiles_w, chunks=chunks, run=run, lead=lead,
         row_words=row_words, words=words, steps=steps, patch_rows=patch_rows, patch=slices * patch_rows, pitch=pitch, unit=unit,
-        shift=shift, stages=stages, stage_bytes=nbytes, table_at=table_at, places_at=places_at, patch_at=patch_at, copy_at=copies * stages * nbytes,
-        transposed_at=transpose_at, shared=transpose_at + transposing,
+        shift=shift, stages=stages, stage_bytes=nbytes, table_at=table_at, places_at=places_at, patch_at=patch_at,
+        copy_at=copies * stages * nbytes, transposed_at=transpose_at, shared=transpose_at + transposing,
     )  # fmt: skip
 
 
@@ -137,9 +132,6 @@ LEGAL = Tiles(
     TAKES, FewInputs, shared=(lambda problem, config: _tile(problem, config).shared, SHARED_BYTES),
     blocks=lambda problem, config: _blocks(problem, config), BLOCK_N=CHANNELS, COLUMNS=COLUMNS,
 )  # fmt: skip
-
-
-# ---- launches
 
 
 def adds_border(source: ConvProblem, problem: ConvProblem, config: FewInputs) -> bool:
@@ -207,9 +199,6 @@ def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each type, BLOCK_N and layout."""
     choices = {"TYPE": tuple(ELEMENTS.values()), "BLOCK_N": CHANNELS, "PLANES": FLAG, "PRODUCTS": (1, 3)}
     yield VariantSet("few_inputs", choices, is_multiplied)
-
-
-# ---- the choice
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[FewInputs]:

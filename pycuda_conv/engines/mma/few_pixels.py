@@ -1,7 +1,6 @@
 """fprop and dgrad of few pixels and many channels, NCHW, on Hopper: ``cu/mma/few_pixels.cu``.
 
-Such problems have too few of other engines' tiles to fill the GPU, unless sums are cut into parts in memory: that takes one launch to
-pack, one to multiply and one to add. Here the blocks of a cluster share a tile, read both arrays as they lie, and add their sums.
+The blocks of a cluster share a tile, read both arrays as they lie, and add their sums.
 """
 
 from __future__ import annotations
@@ -44,9 +43,6 @@ class FewPixels(Config):
 CONFIGS, LAYOUTS, RUNS_ON, TENSOR_CORES, MOST_VARIANTS = (FewPixels,), ("NCHW",), HOPPER, True, {"cuda": 32}
 COST = costs("mma.few_pixels")
 FewPixelsPhase = kernel_struct("mma_few_pixels", "FewPixelsPhase")
-
-
-# ---- what runs
 
 
 class _Positions(NamedTuple):
@@ -171,9 +167,6 @@ LEGAL = Tiles(
 )  # fmt: skip
 
 
-# ---- launches
-
-
 def schedule(problem: ConvProblem, config: FewPixels, device: Device, with_moments: bool = False) -> Schedule:
     """The launch of `config`, which can run `problem`; it notes no moments."""
     tile = _tile(problem, config)
@@ -213,8 +206,6 @@ def _is_listed(d: Mapping[str, int]) -> bool:
         return False
     return is_multiplied(d)
 
-
-# ---- the choice
 
 CHOSEN_ROWS = ROWS[:2]  # tiles of 128 channels were the fastest for none of 46 problems
 MOST_TILES = 132  # of the largest size: more pixels and channels fill the GPU without clusters

@@ -52,9 +52,6 @@ COST = costs("mma.gemm")
 GemmPhase = kernel_struct("mma_gemm", "GemmPhase")
 
 
-# ---- what runs
-
-
 def _ring(config: ImplicitGemm80, limbs_each: int) -> Ring:
     """The ring of a tile, whose stages are 32 of gemm k. Static shared memory beside it says where the pixels lie in x."""
     return Ring(limbs_each * (config.BLOCK_M + config.BLOCK_N) * 2 * STEP, 16 * config.BLOCK_N, SHARED_BYTES)
@@ -103,9 +100,6 @@ LEGAL = Tiles(
     TAKES, ImplicitGemm80, _fits, BLOCK_M=(128, 64), BLOCK_N=(256, 128, 64),
     blocks=lambda problem, config: max(_blocks(problem, config, addressing) for addressing in packed_layout(problem)[1]),
 )  # fmt: skip
-
-
-# ---- launches
 
 
 def adds_border(source: ConvProblem, problem: ConvProblem, config: ImplicitGemm80) -> bool:
@@ -192,9 +186,6 @@ def _is_listed(d: Mapping[str, int]) -> bool:
     if not d["DENSE"] and ((d["NHWC"] and d["VEC"] == 1) or parts):
         return d["BLOCK_M"] == 64 and written_so(d)
     return written_so(d) and (d["BLOCK_N"] < 256 or d["VEC"] == 4)
-
-
-# ---- the choice
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[ImplicitGemm80]:

@@ -1,8 +1,7 @@
 """Grouped convolutions of channels-last arrays as they lie, on tensor cores (``cu/mma/grouped_nhwc.cu``).
 
-They are float16, bfloat16, and float32 with ``precision="tf32"``, and have few channels a group, or one group of few channels. A block
-takes neighbouring channels of several groups, and multiplies channels of other groups with zeros: memory bounds such layers, not
-arithmetic. Nothing is packed. One launch does everything, except for dgrad with more than four stride phases.
+They have few channels a group, or one group of few channels. A block takes neighbouring channels of several groups, and multiplies
+channels of other groups with zeros: memory bounds such layers, not arithmetic.
 """
 
 from __future__ import annotations
@@ -49,18 +48,12 @@ COST = costs("mma.grouped_nhwc")
 GroupedPhase = kernel_struct("grouped_nhwc", "GroupedPhase")
 
 
-# ---- what runs
-
-
 def _few_steps(problem: ConvProblem) -> str | None:
     """Why a unit's channels are too many, or lie badly; None if they don't."""
     units = _units(problem)
     if units is None:
         return "it stores four channels at once"
     return None if units.steps <= MOST_STEPS else f"it takes at most {MOST_STEPS * STEP // problem.itemsize} channels of the input a group"
-
-
-# ---- channels
 
 
 def _units(problem: ConvProblem) -> Units | None:
@@ -80,9 +73,6 @@ def _unit_blocks(problem: ConvProblem, config: GroupedNhwc) -> int:
     units = _units(problem)
     assert units is not None
     return ceil(units.total, config.UNITS)
-
-
-# ---- pixels
 
 
 class _Axis(NamedTuple):
@@ -187,9 +177,6 @@ LEGAL = Tiles(
 )  # fmt: skip
 
 
-# ---- launches
-
-
 def schedule(problem: ConvProblem, config: GroupedNhwc, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`; they note no moments."""
     shared = _shared_bytes(problem, config)
@@ -258,8 +245,6 @@ def variants(device: Device) -> Iterator[VariantSet]:
     choices = {"TYPE": tuple(ELEMENTS.values()), "TAPS_R": (1, UNROLLED), "STRIDE_H": (1, 2), "PHASES": (1, PHASES)}
     yield VariantSet("grouped_nhwc", choices, lambda d: d["PHASES"] == 1 if d["TAPS_R"] == UNROLLED else d["STRIDE_H"] == 1)
 
-
-# ---- the choice
 
 HEIGHTS, WIDEST, IMAGES = (4, 8, 12, 16), 64, (2, 4, 7, 8)  # rows, most columns of an image, and images of tiles
 
