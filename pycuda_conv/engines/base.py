@@ -139,7 +139,7 @@ class Engine(Protocol):
         """Why `config` can't run `problem`, or None if it can."""
 
     def configs(self, problem: ConvProblem, device: Device) -> Iterable[Config]:
-        """The configurations worth comparing for `problem` on `device`."""
+        """The configurations worth comparing for `problem` on `device`. It is asked about problems alone that its TAKES takes."""
 
     def time(self, problem: ConvProblem, config: Any, device: Device) -> float | None:
         """Microseconds that `config` should take; None where no model knows."""
@@ -151,10 +151,7 @@ class Engine(Protocol):
         """
 
     def schedule(self, problem: ConvProblem, config: Any, device: Device, with_moments: bool) -> Schedule:
-        """The launches of `config`, which can run `problem`; with `with_moments` they compute the moments of the result, if they can.
-
-        An engine with ``adds_border`` takes a `source` besides, whose image they read.
-        """
+        """The launches of `config`, which can run `problem`; with `with_moments` they compute the moments of the result, if they can."""
 
     def sum_order(self, problem: ConvProblem, config: Any) -> Hashable:
         """Equal for configurations that add the same numbers in the same order, so that their results have the same bits.
@@ -167,6 +164,21 @@ class Engine(Protocol):
 
     def filter_key(self, problem: ConvProblem, config: Any) -> Hashable:
         """Equal for problems whose filter is packed alike, whatever their images; None where the filter is read as it is."""
+
+    def adapts(self, problem: ConvProblem) -> bool:
+        """Whether it may run a `problem` that is :attr:`ConvProblem.adapted`, by a border or integers."""
+
+    def upsamples(self, problem: ConvProblem) -> bool:
+        """The same of one that is :attr:`ConvProblem.upsampled`."""
+
+    def adds_border(self, source: ConvProblem, problem: ConvProblem, config: Any) -> bool:
+        """Whether the launches for the wider image of `problem` can read that of `source`, with its border: then `schedule` takes it."""
+
+    def border_time(self, source: ConvProblem, config: Any) -> float:
+        """Microseconds that such launches take beside those for the wider image."""
+
+    def worthwhile(self, problem: ConvProblem, device: Device) -> bool:
+        """Whether it is worth asking whether it can run on `device`, which may mean to import a library."""
 
 
 # ---- what an engine need not say
@@ -196,20 +208,23 @@ def _choose(engine: Any, problem: ConvProblem, device: Device) -> tuple[float, C
     return fastest((us, config) for us, config in timed if us is not None)
 
 
+def _configs(takes: Any, own: Any, problem: ConvProblem, device: Device) -> Iterable[Config]:
+    """Those that the engine gives of a problem that it takes, and none of others."""
+    return () if takes.why_not(problem) else own(problem, device)
+
+
 def _sum_order(engine: Any, problem: ConvProblem, config: Any) -> Hashable:
     """The fields of a configuration that its ORDER names; all of them without such a name."""
     names = getattr(engine, "ORDER", None)
     return config if names is None else (type(config), *(getattr(config, name) for name in names))
 
 
-def _filter_key(engine: Any, problem: ConvProblem, config: Any) -> None:
-    """None: its kernels read the filter as it is."""
-
-
 #: What :func:`complete` gives to a module: functions get the module before their arguments.
 DEFAULTS: Mapping[str, Any] = {
     "TENSOR_CORES": False, "PRECEDENCE": 0, "unsupported": _unsupported, "why_not": _why_not, "refusal": _refusal, "choose": _choose,
-    "sum_order": _sum_order, "filter_key": _filter_key,
+    "sum_order": _sum_order, "filter_key": lambda engine, *asked: None, "adapts": lambda engine, *asked: False,
+    "upsamples": lambda engine, *asked: False, "adds_border": lambda engine, *asked: False, "border_time": lambda engine, *asked: 0.0,
+    "worthwhile": lambda engine, *asked: True,
 }  # fmt: skip
 
 
@@ -219,6 +234,8 @@ def complete(module: Any) -> Engine:
     for name in ("configs", "time", "choose", "sum_order", "filter_key") if around else ():
         if not hasattr(module, name):
             setattr(module, name, getattr(around, name))
+    if hasattr(module, "TAKES"):
+        module.configs = partial(_configs, module.TAKES, module.configs)
     for name, default in DEFAULTS.items():
         if not hasattr(module, name):
             setattr(module, name, partial(default, module) if callable(default) else default)

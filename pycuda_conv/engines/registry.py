@@ -93,10 +93,9 @@ def refusal(problem: ConvProblem, config: Config, device: Device) -> str | None:
     return engine.unsupported(device) or engine.refusal(problem.launched, config)
 
 
-def adapts(engine: Any, launched: ConvProblem) -> bool:
-    """Whether an engine may run a problem that is :attr:`ConvProblem.adapted`: those that may have a function that says so."""
-    says = getattr(engine, "upsamples" if launched.upsampled else "adapts", None)
-    return says is not None and bool(says(launched))
+def adapts(engine: Engine, launched: ConvProblem) -> bool:
+    """Whether an engine may run a problem that is :attr:`ConvProblem.adapted`."""
+    return bool((engine.upsamples if launched.upsampled else engine.adapts)(launched))
 
 
 def choose(problem: ConvProblem, device: Device) -> Config:
@@ -199,11 +198,16 @@ def _in_order(problem: ConvProblem, wanted: Any, more: Iterable[Config], device:
     Each comes with the microseconds that it should take.
     """
     engine, sums = wanted
-    launched = problem.launched
+    known, launched = legal(engine, problem.launched, device, more), problem.launched
+    alike = [one for one in known if engine.sum_order(launched, one) == sums]
+    return sorted(((predicted(problem, one, device) or 0.0, one) for one in alike), key=lambda pair: pair[0])
+
+
+def legal(engine: Engine, launched: ConvProblem, device: Device, more: Iterable[Config] = ()) -> list[Config]:
+    """An engine's choice, the configurations that it compares, and `more`, as far as they can run a problem."""
     choice = engine.choose(launched, device)
     known = dict.fromkeys([*([choice[1]] if choice else []), *engine.configs(launched, device), *more])
-    alike = [one for one in known if engine.refusal(launched, one) is None and engine.sum_order(launched, one) == sums]
-    return sorted(((predicted(problem, one, device) or 0.0, one) for one in alike), key=lambda pair: pair[0])
+    return [one for one in known if engine.refusal(launched, one) is None]
 
 
 def predicted(problem: ConvProblem, config: Config, device: Device) -> float | None:
@@ -281,16 +285,10 @@ def adds_border(source: ConvProblem, config: Config) -> bool:
 
     Engines are asked about borders of the image's own pixels, no further than to its other end.
     """
-    says, problem = getattr(engine_of(config), "adds_border", None), source.padded
-    if says is None or source.border is None or source.input_dtype or near_sides(source) is None:
+    if source.border is None or source.input_dtype or near_sides(source) is None:
         return False
-    return problem == problem.launched and bool(says(source, problem, config))
-
-
-def border_time(source: ConvProblem, config: Config) -> float:
-    """Microseconds that such launches take beside those for the wider image, where the engine says so."""
-    says = getattr(engine_of(config), "border_time", None)
-    return 0.0 if says is None else float(says(source, config))
+    problem = source.padded
+    return problem == problem.launched and engine_of(config).adds_border(source, problem, config)
 
 
 def with_moments(problem: ConvProblem, config: Config, device: Device) -> Config:
@@ -324,18 +322,11 @@ def filter_key(problem: ConvProblem, config: Config) -> Hashable:
     return key and (key, problem.batch_invariant)
 
 
-def _worthwhile(engine: Any, launched: ConvProblem, device: Device) -> bool:
-    """False if the engine says so, before it is asked whether it can run on `device`: that may mean to import a library."""
-    says = getattr(engine, "worthwhile", None)
-    return says is None or bool(says(launched, device))
-
-
 def _engines(device: Device, problem: ConvProblem) -> list[Engine]:
     """The engines that may run `problem`: of those that its algorithm names, or of all if none of these can."""
     launched = problem.launched
     asked = [engine for engine in ENGINES if launched.layout in engine.LAYOUTS and (not launched.adapted or adapts(engine, launched))]
-    asked = [engine for engine in asked if _worthwhile(engine, launched, device)]
-    found = [engine for engine in asked if engine.unsupported(device) is None]
+    found = [engine for engine in asked if engine.worthwhile(launched, device) and engine.unsupported(device) is None]
     if launched.adapted:
         return found
     if problem.algorithm == "fft":

@@ -134,7 +134,7 @@ def _overhead_us(problem: ConvProblem, delegate: Config | None, device: Device) 
     padded, us = _padded(problem), 0.0
     folds = _folds(problem, delegate)
     if delegate is not None and registry.adds_border(problem, delegate):
-        us += registry.border_time(problem, delegate)
+        us += registry.engine_of(delegate).border_time(problem, delegate)
     wide = padded.result_shape if folds else padded.input_shape
     moved_bytes = 0
     if _copies(problem, delegate):

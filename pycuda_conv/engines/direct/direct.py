@@ -25,26 +25,16 @@ from pycuda_conv.engines.direct.configs import (
     Tile,
     Wgrad,
     flips,
-    halo,
     layer_constants,
     parts_of_sum,
     result_pixels,
     split_of,
-    tile_loads,
     tile_stride,
     tiles_of,
     unrolled_dgrad,
 )
 from pycuda_conv.engines.direct.times import FEW, WARP, time
-from pycuda_conv.engines.direct.wgrad import (
-    WgradArguments,
-    wgrad_config,
-    wgrad_configs,
-    wgrad_grid,
-    wgrad_launch,
-    wgrad_refusal,
-    wgrad_variants,
-)
+from pycuda_conv.engines.direct.wgrad import wgrad_config, wgrad_configs, wgrad_grid, wgrad_launch, wgrad_refusal, wgrad_variants
 from pycuda_conv.engines.geometry import (
     accumulator_bytes,
     arguments,
@@ -112,7 +102,7 @@ def refusal(problem: ConvProblem, config: Config) -> str | None:
             return "ROWS must divide TILE_P"
         if not 32 <= config.TILE_P // config.ROWS * config.TILE_Q <= 1024:
             return "a block has 32 to 1024 threads"
-        shared = (taps + math.prod(halo(problem, config))) * acc
+        shared = (taps + math.prod(config.halo(problem))) * acc
     elif isinstance(config, (Batched, Dgrad)):
         shared = config.BLOCK_K * config.BLOCK_C * taps * acc
     if shared > STATIC_SHARED_BYTES:
@@ -179,7 +169,7 @@ def schedule(
     threads = config.TILE_P // config.ROWS * config.TILE_Q if isinstance(config, Tile) else defines["THREADS"]
     split = split_of(config)
     size = math.prod(problem.result_shape)
-    parts = split * max(size, args.run if isinstance(args, WgradArguments) else 0)
+    parts = split * max(size, args.run if isinstance(config, Wgrad) else 0)
     defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(needs_64_bits(problem, parts if split > 1 else 0))} | defines
     if device.backend != "cuda" and "UNROLLED" in defines:  # unrolling gains nothing there
         defines = {name: defines[name] for name in ("DTYPE", "INDEX_64", "THREADS", "BLOCK_C")}
@@ -208,7 +198,7 @@ def _tile(problem: ConvProblem, config: Tile) -> Made:
     if flipped:
         pad_h, pad_w = dil_h * (r - 1) - pad_h, dil_w * (s - 1) - pad_w
         apart_h, apart_w = problem.stride[1].bit_length() - 1, problem.stride[2].bit_length() - 1
-    halo_h, halo_w = halo(problem, config)
+    halo_h, halo_w = config.halo(problem)
     tiles_p, tiles_q = ceil(p, config.TILE_P), ceil(q, config.TILE_Q)
     args = arguments(
         TileArguments, problem, tiles_p=tiles_p, tiles_q=tiles_q, pad_h=pad_h, pad_w=pad_w, stride_h=stride_h, stride_w=stride_w,
@@ -377,10 +367,10 @@ def _by_rule(problem: ConvProblem, device: Device) -> Iterator[Config]:
     """Configurations that beat this engine's others, the best first."""
     if problem.direction == "fprop" and problem.C == problem.groups:
         if math.prod(problem.result_shape) > FEW:
-            yield from sorted(tiles_of(device), key=lambda config: tile_loads(problem, config))
+            yield from sorted(tiles_of(device), key=lambda config: config.loads(problem))
         yield Single()
     if flips(problem):
-        yield from sorted(tiles_of(device), key=lambda config: tile_loads(problem, config))
+        yield from sorted(tiles_of(device), key=lambda config: config.loads(problem))
     if problem.layout == "CNHW":
         written, pixels = problem.result_channels // problem.groups, result_pixels(problem)
         if device.backend == "cuda" or written * pixels < LEAST_FILLED * 64 * ceil(written, 64) * 64 * ceil(pixels, 64):

@@ -6,18 +6,7 @@ import math
 
 from pycuda_conv.engines.base import Config, ConvProblem, Device
 from pycuda_conv.engines.costs import costs, spread
-from pycuda_conv.engines.direct.configs import (
-    Batched,
-    Dgrad,
-    Single,
-    Tile,
-    Wgrad,
-    parts_of_sum,
-    result_pixels,
-    tile_loads,
-    tile_stride,
-    unrolled_dgrad,
-)
+from pycuda_conv.engines.direct.configs import Batched, Dgrad, Single, Tile, Wgrad, parts_of_sum, result_pixels, tile_stride, unrolled_dgrad
 from pycuda_conv.engines.direct.wgrad import wgrad_time
 from pycuda_conv.engines.geometry import accumulator_bytes, ceil, taps_apart
 from pycuda_conv.engines.split_sum import time as reduce_time
@@ -42,7 +31,7 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
         blocks = ceil(p, config.TILE_P) * ceil(q, config.TILE_Q)
         multiplied = taps * (min(tile_stride(problem)[1], 2) if config.TILE_Q >= 32 else 1)  # a warp's lanes read every other bank
         rate = COST.TWO_ROWS_TAPS if config.ROWS == 2 else COST.TILE_TAPS
-        of_plane = pixels * multiplied / rate + tile_loads(problem, config) / COST.TILE_LOADS + blocks * COST.TILE_BLOCK
+        of_plane = pixels * multiplied / rate + config.loads(problem) / COST.TILE_LOADS + blocks * COST.TILE_BLOCK
         alone = taps * (COST.TILE_ALONE / problem.filter_size[2] + COST.TAP_ALONE[config.ROWS])
         moved = problem.itemsize * (math.prod(problem.input_shape) + math.prod(problem.result_shape)) / COST.TILE_MEMORY
         if problem.has_residual:

@@ -12,23 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from pycuda_conv.engines.base import AMONG_TRANSFORMS, FLAG, Config, Device, KernelLaunch, VariantSet, fastest, kernel_struct
+from pycuda_conv.engines.base import AMONG_TRANSFORMS, FLAG, Config, Device, KernelLaunch, Schedule, VariantSet, fastest, kernel_struct
 from pycuda_conv.engines.costs import MULTIPROCESSORS, costs, spread
 from pycuda_conv.engines.geometry import accumulator_bytes, arguments, bits, ceil, filter_strides, needs_64_bits
 from pycuda_conv.engines.limits import NOT_EMPTY, TWO_AXES, UNIT_STEPS, Takes, Tiles
-from pycuda_conv.engines.schedule import (
-    FINISH,
-    INPUT,
-    PACKED,
-    RESULT,
-    WEIGHT,
-    WORKSPACE,
-    Arena,
-    Schedule,
-    check_shared,
-    grid_refusal,
-    shared_limit,
-)
+from pycuda_conv.engines.schedule import FINISH, INPUT, PACKED, RESULT, WEIGHT, WORKSPACE, Arena, check_shared, grid_refusal, shared_limit
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 
 

@@ -172,13 +172,13 @@ def variants(device: Device) -> Iterator[VariantSet]:
     yield VariantSet("library_fft", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "THREADS": (THREADS,)})
 
 
-def _too_large(problem: ConvProblem) -> str | None:
+def _too_large(problem: ConvProblem, config: LibraryFft) -> str | None:
     nbytes = _bytes(problem, transforms(problem))
     return f"its spectra and blocks take {nbytes:,} bytes; at most {MOST_BYTES:,} are taken" if nbytes > MOST_BYTES else None
 
 
-TAKES = Takes(NOT_EMPTY, _too_large)
-LEGAL = Tiles(TAKES, LibraryFft, blocks=lambda problem, _: ceil(math.prod(problem.result_shape), THREADS))
+TAKES = Takes(NOT_EMPTY)
+LEGAL = Tiles(TAKES, LibraryFft, _too_large, blocks=lambda problem, _: ceil(math.prod(problem.result_shape), THREADS))
 
 
 def time(problem: ConvProblem, config: LibraryFft, device: Device) -> float:

@@ -142,8 +142,6 @@ def variants(device: Device) -> Iterator[VariantSet]:
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[GatheredPlanes]:
     """The configurations worth comparing for `problem`."""
-    if TAKES.why_not(problem):
-        return
     for (rows, pixels), shares in TILES.items():
         for cluster, groups in shares:
             config = _max_stages_of(rows, pixels, cluster, groups)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing, why_not
+from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing
 from pycuda_conv.engines.base import ConvProblem, Device, costs
 from pycuda_conv.engines.geometry import ceil
 from pycuda_conv.engines.hopper.common import MEMORY, read_bytes
@@ -65,7 +65,7 @@ def configs(problem: ConvProblem, device: Device) -> tuple[ImplicitGemm, ...]:
 
 @lru_cache(maxsize=64)  # asked for by the choice, and by whatever stands in for it
 def _configs(problem: ConvProblem) -> tuple[ImplicitGemm, ...]:
-    return () if why_not(problem) else tuple(_worth_comparing(problem))
+    return tuple(_worth_comparing(problem))
 
 
 def _worth_comparing(problem: ConvProblem) -> Iterator[ImplicitGemm]:

@@ -138,8 +138,6 @@ def variants(device: Device) -> Iterator[VariantSet]:
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Planes]:
     """The configurations worth comparing for `problem`."""
-    if TAKES.why_not(problem):
-        return
     for rows, pixels in TILES:
         if rows == 64 or problem.result_channels > rows - 64:
             yield _max_stages_of(rows, pixels)

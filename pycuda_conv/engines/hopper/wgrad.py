@@ -349,8 +349,6 @@ LEAST_STAGES = 4  # of a run, if there are several
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[WgradNhwc]:
     """The configurations worth comparing for `problem`: numbers of runs that fill the GPU once, or a few times."""
-    if TAKES.why_not(problem):
-        return
     forward = forward_of(problem)
     fewer = forward.K < forward.C and forward.K <= MOST_FLIPPED
     for flipped in (False, True) if fewer and _why_not_flipped(problem) is None else (False,):

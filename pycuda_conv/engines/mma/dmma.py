@@ -399,8 +399,7 @@ LEGAL = Tiles(
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Dmma]:
     """The configurations worth comparing for `problem`."""
-    if TAKES.why_not(problem) is None:
-        yield from LEGAL.legal(problem, SPLIT=splits(problem, _reduction(problem) // 128))
+    return LEGAL.legal(problem, SPLIT=splits(problem, _reduction(problem) // 128))
 
 
 def time(problem: ConvProblem, config: Dmma, device: Device) -> float:

@@ -15,10 +15,9 @@ from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.costs import bytes_moved, costs
 from pycuda_conv.engines.geometry import arguments, ceil, read_strides
 from pycuda_conv.engines.limits import AMPERE, NOT_EMPTY, TWO_AXES, Takes, Tiles, types
-from pycuda_conv.engines.mma.common import SHARED_BYTES
 from pycuda_conv.engines.schedule import GRID_LIMIT, OPERANDS, Schedule, finish_constants
 from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.tensor_cores import ELEMENTS, is_multiplied, products
+from pycuda_conv.engines.tensor_cores import ELEMENTS, SHARED_BYTES, is_multiplied, products
 from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch

@@ -16,9 +16,8 @@ from pycuda_conv.engines.base import FLAG, Config, ConvProblem, Device, KernelLa
 from pycuda_conv.engines.costs import bytes_moved, costs
 from pycuda_conv.engines.geometry import NO_SIDES, arguments, by_axis, ceil, near_sides
 from pycuda_conv.engines.limits import AMPERE, IN_32_BITS, NOT_EMPTY, Takes, Tiles, types
-from pycuda_conv.engines.mma.common import SHARED_BYTES
 from pycuda_conv.engines.schedule import OPERANDS, Schedule, finish_constants
-from pycuda_conv.engines.tensor_cores import ELEMENTS, is_multiplied, products
+from pycuda_conv.engines.tensor_cores import ELEMENTS, SHARED_BYTES, is_multiplied, products
 
 WARPS = 8  # of a block
 TILE_PIXELS = 256  # pixels of a tile
@@ -204,7 +203,7 @@ def variants(device: Device) -> Iterator[VariantSet]:
 def configs(problem: ConvProblem, device: Device) -> Iterator[FewInputs]:
     """The configurations worth comparing for `problem`: the widest blocks that its channels fill; none if it has many channels."""
     most = MOST_OF_HALVES if problem.layout == "NCHW" and products(problem) == 3 else MOST_CHANNELS.get(problem.layout, 0)
-    if _channels(problem) > most or TAKES.why_not(problem):
+    if _channels(problem) > most:
         return
     channels = problem.result_channels // problem.groups
     for block in sorted(CHANNELS, key=lambda block: (ceil(channels, block) * block, -block)):

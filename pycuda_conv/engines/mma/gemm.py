@@ -18,14 +18,13 @@ from pycuda_conv.engines.base import Config, ConvProblem, VariantSet, costs, ker
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, finish
 from pycuda_conv.engines.hopper.ring import Ring
 from pycuda_conv.engines.limits import AMPERE, Takes, Tiles
-from pycuda_conv.engines.mma.common import SHARED_BYTES, product_rate
 from pycuda_conv.engines.packed_product import ARITHMETICS, arithmetic, assemble, tap_numbers, written_places, written_so
 from pycuda_conv.engines.packing import Operands, packs_filter_last
 from pycuda_conv.engines.packing_time import overhead
 from pycuda_conv.engines.range_guard import MomentsLayout
 from pycuda_conv.engines.schedule import FINISH, Schedule, finish_constants
 from pycuda_conv.engines.split_sum import splits
-from pycuda_conv.engines.tensor_cores import FLOAT, limbs, products
+from pycuda_conv.engines.tensor_cores import FLOAT, SHARED_BYTES, limbs, product_rate, products
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch
 
 THREADS = 256
@@ -190,7 +189,7 @@ def _is_listed(d: Mapping[str, int]) -> bool:
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[ImplicitGemm80]:
     """The configurations worth comparing for `problem`; none on Hopper, whose own engine is faster."""
-    if device.capability == (9, 0) or TAKES.why_not(problem):
+    if device.capability == (9, 0):
         return
     packed, addressings = packed_layout(problem)
     steps = ceil(packed.group * math.prod(addressings[0].taps), STEP)

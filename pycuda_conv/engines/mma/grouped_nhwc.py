@@ -19,9 +19,8 @@ from pycuda_conv.engines.channel_units import MOST_STEPS, STEP, Units, chunks_re
 from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.geometry import Phase, arguments, ceil, phases, row_major, too_many_phases
 from pycuda_conv.engines.limits import AMPERE, TWO_AXES, Takes, Tiles
-from pycuda_conv.engines.mma.common import SHARED_BYTES, product_rate
 from pycuda_conv.engines.schedule import OPERANDS, Schedule, finish_constants
-from pycuda_conv.engines.tensor_cores import ELEMENTS, why_not_one_product
+from pycuda_conv.engines.tensor_cores import ELEMENTS, SHARED_BYTES, product_rate, why_not_one_product
 
 THREADS = 256
 BLOCKS = 2   # that share a multiprocessor
@@ -252,7 +251,7 @@ HEIGHTS, WIDEST, IMAGES = (4, 8, 12, 16), 64, (2, 4, 7, 8)  # rows, most columns
 def configs(problem: ConvProblem, device: Device) -> Iterator[GroupedNhwc]:
     """The configurations worth comparing for `problem`: tiles that cut rows and columns evenly."""
     units = _units(problem)
-    if TAKES.why_not(problem) or units is None or not worth_it(units, problem.groups):
+    if units is None or not worth_it(units, problem.groups):
         return
     view = max(_views(problem), key=lambda one: one.down.taps * one.right.taps)
     p, q = view.down.size, view.right.size

@@ -15,10 +15,9 @@ from pycuda_conv.engines.channel_units import MOST_STEPS, STEP, Units, chunks_re
 from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.geometry import arguments, ceil, forward_of
 from pycuda_conv.engines.limits import AMPERE, HALVES, NOT_EMPTY, TWO_AXES, Takes, Tiles
-from pycuda_conv.engines.mma.common import SHARED_BYTES, product_rate
 from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Schedule
 from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF
+from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF, SHARED_BYTES, product_rate
 from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
@@ -179,8 +178,6 @@ HEIGHTS, WIDEST, IMAGES = (2, 4, 8), 64, (2, 4, 7, 8)  # rows, most columns of a
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[GroupedWgrad]:
     """The configurations worth comparing for `problem`: tiles that cut rows and columns evenly, and as many parts as fill the GPU."""
-    if TAKES.why_not(problem):
-        return
     forward, units, (_, p, q) = forward_of(problem), _units(problem), problem.filter_size
     images = forward.N
     assert units is not None
