@@ -197,8 +197,9 @@ def _why_not(engine: Any, problem: ConvProblem) -> str | None:
 
 
 def _refusal(engine: Any, problem: ConvProblem, config: Any) -> str | None:
-    """What its declaration LEGAL says, which includes TAKES."""
-    reason: str | None = engine.LEGAL.refusal(problem, config)
+    """What its declaration LEGAL says, which includes TAKES; or that of the configuration's class."""
+    legal = engine.LEGAL[type(config)] if isinstance(engine.LEGAL, dict) else engine.LEGAL
+    reason: str | None = legal.refusal(problem, config)
     return reason
 
 

@@ -56,16 +56,12 @@ def _columns(problem: ConvProblem) -> int:
     return problem.N * math.prod(problem.output_size) * problem.C * _taps(problem)
 
 
-def _finishes(problem: ConvProblem) -> bool:
-    return problem.has_bias or problem.has_scale or problem.has_residual or bool(problem.activation)
-
-
 TAKES = Takes(
     ("it computes gradients by the input", lambda p: p.direction == "dgrad"), NOT_EMPTY,
     ("there is one tap and no stride: the columns are the result", lambda p: _taps(p) > 1 or math.prod(taps_apart(p)) > 1),
     (
         "columns of 16 bits are rounded: each has to be an element of the result",
-        lambda p: p.itemsize != 2 or (_met(p) == 1 and not _finishes(p)),
+        lambda p: p.itemsize != 2 or (_met(p) == 1 and not (p.has_bias or p.has_scale or p.has_residual or p.activation)),
     ),
     ("it counts in 32 bits", lambda p: max(_columns(p), p.largest_array) < 2**31),
 )  # fmt: skip

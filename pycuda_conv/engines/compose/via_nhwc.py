@@ -56,10 +56,6 @@ def _kind(problem: ConvProblem) -> type[ViaNhwc]:
     return ViaNchw if problem.layout == "CHWN" else ViaNhwc
 
 
-def _worth_turning(problem: ConvProblem) -> bool:
-    return problem.itemsize == 2 or (problem.dtype == "float32" and (problem.precision == "tf32" or _of_filter(problem)))
-
-
 def _fits(problem: ConvProblem, config: ViaNhwc) -> str | None:
     if type(config) is not _kind(problem):
         return f"{_kind(problem).__name__} is for arrays that lie so"
@@ -73,7 +69,7 @@ TAKES = Takes(
     ),
     (
         "it takes float16 and bfloat16 arrays, and float32 with precision='tf32' or of a filter's gradient",
-        lambda p: p.layout == "CHWN" or _worth_turning(p),
+        lambda p: p.layout == "CHWN" or p.itemsize == 2 or (p.dtype == "float32" and (p.precision == "tf32" or _of_filter(p))),
     ),
     NOT_EMPTY, ("a single channel lies in either order", lambda p: p.layout != "NCHW" or not p.C == p.K == 1), IN_32_BITS,
 )  # fmt: skip

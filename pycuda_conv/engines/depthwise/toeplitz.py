@@ -191,6 +191,8 @@ def schedule(
     """The launch of `config`, which can run `problem`; it notes no moments. With `source` it reads its image."""
     problem = source or problem
     (_, h, w), (pad_h, pad_w) = problem.operand_size, _padding(problem)
+    # the last column that a forward convolution reads, which may lie outside
+    last = (problem.output_size[2] - 1) * problem.stride[2] - problem.padding_before[2] + (problem.filter_size[2] - 1) * problem.dilation[2]
     unit, grad = _unit(problem, config), _strided(problem)
     assert unit is not None
     check_shared(problem, config, device, unit.shared)
@@ -198,7 +200,7 @@ def schedule(
         DepthwiseToeplitzArguments, problem, unit, all_planes=problem.N * problem.K, sixteens=_sixteens(problem, unit), pad_h=pad_h,
         pad_w=pad_w, flipped=int(problem.direction == "dgrad" and not grad),
         chunks=ceil(problem.K, CHANNELS) if problem.layout == "NHWC" else 1, x_size=problem.N * problem.C * h * w, before_w=pad_w,
-        after_w=max(_last_column(problem) - (w - 1), 0),
+        after_w=max(last - (w - 1), 0),
     )  # fmt: skip
     steps = _steps(problem)
     assert steps is not None
@@ -211,11 +213,6 @@ def schedule(
         "depthwise_toeplitz", defines, unit.blocks, threads, OPERANDS, (), shared=unit.shared, arguments=args, layer=finish_constants(args)
     )
     return Schedule.plain([[launch]])
-
-
-def _last_column(problem: ConvProblem) -> int:
-    """The last column of an image that a forward convolution reads, which may lie outside."""
-    return (problem.output_size[2] - 1) * problem.stride[2] - problem.padding_before[2] + (problem.filter_size[2] - 1) * problem.dilation[2]
 
 
 def variants(device: Device) -> Iterator[VariantSet]:

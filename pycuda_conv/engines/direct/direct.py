@@ -7,7 +7,7 @@ a model says how long it takes, so that other engines compare.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import asdict, replace
 from itertools import islice
 from typing import Any
@@ -294,40 +294,30 @@ def variants(device: Device) -> Iterator[VariantSet]:
         common = {"DTYPE": (code,), "INDEX_64": FLAG}
         yield VariantSet("direct_single", common | room | {"THREADS": (128,)})
         for tile in tiles_of(device):
-            of_tile = common | room | {name: (value,) for name, value in asdict(tile).items()}
-            yield VariantSet("direct_tile", of_tile)
-            if code == DTYPE_CODES["float32"] and tile in INTEGER_TILES:
-                yield VariantSet("direct_tile", of_tile | _INTEGERS, _as_read)
+            forms: list[dict[str, tuple[int, ...]]] = [{}]
             for taps in (3, 5, 7) if tile.TILE_P > 1 else ():
                 layer = {"R": taps, "S": taps, "STRIDE_H": 1, "STRIDE_W": 1, "DIL_H": 1, "DIL_W": 1}
                 if (taps * taps + (tile.TILE_P - 1 + taps) * (tile.TILE_Q - 1 + taps)) * acc <= STATIC_SHARED_BYTES:
-                    square = {name: (value,) for name, value in layer.items()}
-                    yield VariantSet("direct_tile", of_tile | square)
-                    if code == DTYPE_CODES["float32"] and tile in INTEGER_TILES:
-                        yield VariantSet("direct_tile", of_tile | square | _INTEGERS, _as_read)
+                    forms.append({name: (value,) for name, value in layer.items()})
+            for form in forms:
+                of_tile = common | room | {name: (value,) for name, value in asdict(tile).items()} | form
+                yield VariantSet("direct_tile", of_tile)
+                if code == DTYPE_CODES["float32"] and tile in INTEGER_TILES:
+                    integers = of_tile | _INTEGERS  # a result is of float32, or of those that are read
+                    yield VariantSet("direct_tile", integers, lambda d: d["OUT_BYTES"] in (0, d["IN_BYTES"]))
         batched = common | room | {"THREADS": (128,), "BLOCK_K": BLOCKS[device.backend, "fprop"]}
         yield VariantSet("direct_batched", batched)
         yield VariantSet("direct_batched", batched | {"R": (COMMON,), "S": (COMMON,), "AXES": (2,)})
         dgrad = common | room | {"THREADS": (128,), "BLOCK_C": BLOCKS[device.backend, "dgrad"]}
         yield VariantSet("direct_dgrad", dgrad)
-        if device.backend == "cuda":
-            unrolled = {"UNROLLED": (1,), "TOTALS": FLAG, "R": (COMMON,), "S": (COMMON,), "EVERY_H": (1, 2), "EVERY_W": (1, 2)}
-            yield VariantSet("direct_dgrad", dgrad | unrolled, _made_unrolled)
+        for every in (1, 2) if device.backend == "cuda" else ():
+            unrolled = {"UNROLLED": (1,), "TOTALS": FLAG, "R": (COMMON,), "S": (COMMON,), "EVERY_H": (every,), "EVERY_W": (every,)}
+            yield VariantSet("direct_dgrad", dgrad | unrolled, lambda d: d["TOTALS"] == _totals(d["DTYPE"], d["BLOCK_C"]))
         yield from wgrad_variants(code, acc, device)
 
 
 #: Bytes of images and results of integers.
 _INTEGERS: dict[str, tuple[int, ...]] = {"IN_BYTES": (1, 2), "OUT_BYTES": (0, 1, 2)}
-
-
-def _as_read(d: Mapping[str, int]) -> bool:
-    """Whether a result is of float32, or of the integers that are read."""
-    return d["OUT_BYTES"] in (0, d["IN_BYTES"])
-
-
-def _made_unrolled(d: Mapping[str, int]) -> bool:
-    """Whether a text of ``direct/dgrad.cu`` with these defines is ever made."""
-    return d["EVERY_H"] == d["EVERY_W"] and d["TOTALS"] == _totals(d["DTYPE"], d["BLOCK_C"])
 
 
 COST = costs("direct.direct")

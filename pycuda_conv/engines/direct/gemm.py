@@ -87,16 +87,12 @@ def _grid(problem: ConvProblem, config: Gemm, pixels: int) -> int:
     return ceil(problem.N * pixels, config.BLOCK_N) * problem.groups * config.SPLIT_K * m_tiles
 
 
-def _largest_grid(problem: ConvProblem, config: Gemm) -> int:
-    return max((_grid(problem, config, pixels) for pixels, _, _ in phase_kinds(problem)), default=0)
-
-
-def _shared_bytes(problem: ConvProblem, config: Gemm) -> int:
-    return 2 * config.BLOCK_K * ((config.BLOCK_M + 4 + config.BLOCK_N) * accumulator_bytes(problem) + TAP_BYTES)
-
-
 TAKES = Takes()  # everything
-LEGAL = Tiles(TAKES, Gemm, lambda _, config: _no_tile(config), shared=(_shared_bytes, STATIC_SHARED_BYTES), blocks=_largest_grid)
+LEGAL = Tiles(
+    TAKES, Gemm, lambda _, config: _no_tile(config),
+    shared=(lambda p, c: 2 * c.BLOCK_K * ((c.BLOCK_M + 4 + c.BLOCK_N) * accumulator_bytes(p) + TAP_BYTES), STATIC_SHARED_BYTES),
+    blocks=lambda p, config: max((_grid(p, config, pixels) for pixels, _, _ in phase_kinds(p)), default=0),
+)  # fmt: skip
 
 
 def schedule(problem: ConvProblem, config: Gemm, device: Device, with_moments: bool = False) -> Schedule:

@@ -107,12 +107,6 @@ def _workspace_bytes(problem: ConvProblem, tiles: _Tiles) -> int:
     return (spectra + _filters(problem)) * tiles.frequencies * 2 * _number_bytes(problem)
 
 
-def _largest_grid(problem: ConvProblem, tiles: _Tiles) -> int:
-    """Blocks of the largest launch."""
-    transforms = max(max(problem.operand_channels, problem.result_channels) * tiles.pairs, _filters(problem))
-    return max(transforms, _product_grid(problem, tiles))
-
-
 def _filters(problem: ConvProblem) -> int:
     """Planes of the filter."""
     return problem.K * (problem.C // problem.groups)
@@ -131,7 +125,8 @@ def _fits(problem: ConvProblem, config: Fft) -> str | None:
         return f"a filter must be larger: it must cover one of the parts of {tiles.part[0]} x {tiles.part[1]} pixels wherever it lies"
     if _workspace_bytes(problem, tiles) > MOST_WORKSPACE:
         return f"its spectra take {_workspace_bytes(problem, tiles):,} bytes; at most {MOST_WORKSPACE:,} are taken"
-    return grid_refusal(_largest_grid(problem, tiles))
+    transforms = max(max(problem.operand_channels, problem.result_channels) * tiles.pairs, _filters(problem))
+    return grid_refusal(max(transforms, _product_grid(problem, tiles)))
 
 
 TAKES = Takes(UNIT_STEPS, TWO_AXES, NOT_EMPTY)

@@ -148,12 +148,8 @@ def _image_map(
         stride, low = [addressing.stride[i] for i in inner], [addressing.low[i] for i in inner]
         upper = [addressing.low[i] + (addressing.phase.size[i] - 1) * addressing.stride[i] - (packed.size[i] - 1) for i in inner]
     box = Im2col(tuple(low), tuple(upper), tuple(stride), packed.load, config.BLOCK_N)
-    return TensorMap(*place, (channels, *axes, images), tuple(strides), box, 2 * packed.load, _operand(problem))
-
-
-def _operand(problem: ConvProblem) -> str:
-    """The dtype of the limbs."""
-    return "bfloat16" if problem.dtype == "bfloat16" else "float16"
+    operand = "bfloat16" if problem.dtype == "bfloat16" else "float16"
+    return TensorMap(*place, (channels, *axes, images), tuple(strides), box, 2 * packed.load, operand)
 
 
 def _filter_map(problem: ConvProblem) -> TensorMap:

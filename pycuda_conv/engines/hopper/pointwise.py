@@ -59,10 +59,6 @@ PointwiseProduct = kernel_struct("hopper_pointwise", "PointwiseProduct")
 SplitFilter = kernel_struct("hopper_pointwise", "SplitFilter")
 
 
-def _aligned(problem: ConvProblem) -> bool:
-    return (problem.operand_channels if problem.layout == "NHWC" else math.prod(problem.operand_size)) % 4 == 0
-
-
 def _alike(problem: ConvProblem) -> bool:
     """Whether each pixel has to do with one other alone."""
     ones = (1, 1, 1)
@@ -87,7 +83,11 @@ def _fits(problem: ConvProblem, config: Pointwise) -> str | None:
 
 TAKES = Takes(
     types("float32"), ONE_GROUP, NOT_EMPTY, ("it takes 1x1 filters without stride and padding", _alike),
-    ("tensor loads take planes, or a pixel's channels, of a multiple of 16 bytes", _aligned), IN_32_BITS,
+    (
+        "tensor loads take planes, or a pixel's channels, of a multiple of 16 bytes",
+        lambda p: (p.operand_channels if p.layout == "NHWC" else math.prod(p.operand_size)) % 4 == 0,
+    ),
+    IN_32_BITS,
 )  # fmt: skip
 LEGAL = Tiles(TAKES, Pointwise, _fits, BLOCKS=(1, 2), BLOCK_N=(32, 64, 96, 128))
 

@@ -384,13 +384,11 @@ def _is_listed(d: Mapping[str, int]) -> bool:
     return d["B_VEC"] <= d["A_VEC"] and not (d["CHAINS"] and (one_tap or not a_rows))
 
 
-def _in_32_bits(problem: ConvProblem, config: Dmma) -> bool:
-    return max(problem.largest_array, config.SPLIT * math.prod(problem.result_shape), _reduction(problem)) < MOST
-
-
 TAKES = Takes(types("float64"), NOT_EMPTY, lambda problem: too_many_phases(problem, besides_repeats=True))
 LEGAL = Tiles(
-    TAKES, Dmma, ("it counts elements in 32 bits", _in_32_bits), ("it has at least one split", lambda _, config: config.SPLIT >= 1),
+    TAKES, Dmma,
+    ("it counts elements in 32 bits", lambda p, c: max(p.largest_array, c.SPLIT * math.prod(p.result_shape), _reduction(p)) < MOST),
+    ("it has at least one split", lambda _, config: config.SPLIT >= 1),
     ("its tile has no registers for sums that are cut into chains", lambda problem, config: _tile(problem, config) is not None),
     blocks=lambda problem, config: max(_tiles(problem, config, part) for part in _parts(problem)) * config.SPLIT,
     together={("BLOCK_M", "BLOCK_N"): TILES},
