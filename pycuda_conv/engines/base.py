@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -209,9 +209,10 @@ def _choose(engine: Any, problem: ConvProblem, device: Device) -> tuple[float, C
     return fastest((us, config) for us, config in timed if us is not None)
 
 
-def _configs(takes: Any, own: Any, problem: ConvProblem, device: Device) -> Iterable[Config]:
+def _configs(takes: Any, own: Any, problem: ConvProblem, device: Device) -> Iterator[Config]:
     """Those that the engine gives of a problem that it takes, and none of others."""
-    return () if takes.why_not(problem) else own(problem, device)
+    if takes.why_not(problem) is None:
+        yield from own(problem, device)
 
 
 def _sum_order(engine: Any, problem: ConvProblem, config: Any) -> Hashable:

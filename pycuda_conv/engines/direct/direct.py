@@ -34,7 +34,7 @@ from pycuda_conv.engines.direct.configs import (
     unrolled_dgrad,
 )
 from pycuda_conv.engines.direct.times import FEW, WARP, time
-from pycuda_conv.engines.direct.wgrad import wgrad_config, wgrad_configs, wgrad_grid, wgrad_launch, wgrad_refusal, wgrad_variants
+from pycuda_conv.engines.direct.wgrad import WGRAD, wgrad_config, wgrad_configs, wgrad_grid, wgrad_launch, wgrad_variants
 from pycuda_conv.engines.geometry import (
     accumulator_bytes,
     arguments,
@@ -47,7 +47,8 @@ from pycuda_conv.engines.geometry import (
     outputs_apart,
     taps_apart,
 )
-from pycuda_conv.engines.schedule import FINISH, INPUT, RESULT, STATIC_SHARED_BYTES, WEIGHT, WORKSPACE, Schedule, grid_refusal
+from pycuda_conv.engines.limits import Takes, Tiles
+from pycuda_conv.engines.schedule import FINISH, INPUT, RESULT, STATIC_SHARED_BYTES, WEIGHT, WORKSPACE, Schedule
 from pycuda_conv.engines.split_sum import reduce_launch
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 
@@ -74,42 +75,6 @@ def adapts(problem: ConvProblem) -> bool:
     return typed and problem.direction == "fprop" and problem.layout == "NCHW" and border_words(problem) is not None
 
 
-def refusal(problem: ConvProblem, config: Config) -> str | None:
-    """Why `config` can't run `problem`, or None if it can."""
-    if problem.adapted and not (isinstance(config, Tile) and adapts(problem)):
-        return "it takes no such border, and no such integers"
-    if problem.input_dtype and config not in INTEGER_TILES:
-        return f"of integers it takes {' and '.join(map(str, INTEGER_TILES))}"
-    if isinstance(config, Wgrad):
-        return wgrad_refusal(problem, config)
-    if problem.layout != "NCHW":
-        return "it takes NCHW arrays"
-    taps, acc = math.prod(problem.filter_size), accumulator_bytes(problem)
-    if isinstance(config, (Single, Tile)):
-        forward = problem.direction == "fprop" or (isinstance(config, Tile) and flips(problem))
-        if not forward or problem.C != problem.groups or problem.has_depth:
-            return "it takes one input channel a group and at most two spatial axes"
-    elif isinstance(config, Dgrad):
-        if problem.direction != "dgrad":
-            return "it computes transposed convolutions"
-    elif isinstance(config, Batched) and problem.direction != "fprop":
-        return "it computes forward convolutions"
-    shared = 0
-    if isinstance(config, Single):
-        shared = taps * acc
-    elif isinstance(config, Tile):
-        if config.TILE_P % config.ROWS:
-            return "ROWS must divide TILE_P"
-        if not 32 <= config.TILE_P // config.ROWS * config.TILE_Q <= 1024:
-            return "a block has 32 to 1024 threads"
-        shared = (taps + math.prod(config.halo(problem))) * acc
-    elif isinstance(config, (Batched, Dgrad)):
-        shared = config.BLOCK_K * config.BLOCK_C * taps * acc
-    if shared > STATIC_SHARED_BYTES:
-        return f"it needs {shared:,} bytes of shared memory; a block has {STATIC_SHARED_BYTES:,}"
-    return grid_refusal(_grid(problem, config))
-
-
 def _grid(problem: ConvProblem, config: Config) -> int:
     """Blocks of the launch."""
     planes, pixels, (_, p, q) = problem.N * problem.K, result_pixels(problem), problem.result_size
@@ -126,7 +91,36 @@ def _grid(problem: ConvProblem, config: Config) -> int:
     return wgrad_grid(problem, config)
 
 
-# The structs of the kernels, which explain each member.
+_PLAIN = "it takes no such border, and no such integers", lambda p, config: not p.adapted or (isinstance(config, Tile) and adapts(p))
+_PLANES = "it takes NCHW arrays", lambda p, _: p.layout == "NCHW"
+_FORWARD = "it computes forward convolutions", lambda p, _: p.direction == "fprop"
+_TRANSPOSED = "it computes transposed convolutions", lambda p, _: p.direction == "dgrad"
+_ALONE = (
+    "it takes one input channel a group and at most two spatial axes",
+    lambda p, c: (p.direction == "fprop" or (isinstance(c, Tile) and flips(p))) and p.C == p.groups and not p.has_depth,
+)
+
+
+def _shared(problem: ConvProblem, config: Any) -> int:
+    """Bytes of shared memory of a block."""
+    taps = math.prod(problem.filter_size)
+    of_block = config.BLOCK_K * config.BLOCK_C * taps if isinstance(config, Batched | Dgrad) else taps
+    return accumulator_bytes(problem) * (of_block + (math.prod(config.halo(problem)) if isinstance(config, Tile) else 0))
+
+
+TAKES, _ROOM = Takes(), (_shared, STATIC_SHARED_BYTES)
+LEGAL = {
+    Single: Tiles(TAKES, Single, _PLAIN, _PLANES, _ALONE, shared=_ROOM, blocks=_grid),
+    Tile: Tiles(
+        TAKES, Tile, _PLAIN,
+        (f"of integers it takes {' and '.join(map(str, INTEGER_TILES))}", lambda p, c: not p.input_dtype or c in INTEGER_TILES),
+        _PLANES, _ALONE, ("ROWS must divide TILE_P", lambda _, c: c.TILE_P % c.ROWS == 0),
+        ("a block has 32 to 1024 threads", lambda _, c: 32 <= c.TILE_P // c.ROWS * c.TILE_Q <= 1024), shared=_ROOM, blocks=_grid,
+    ),
+    Dgrad: Tiles(TAKES, Dgrad, _PLAIN, _PLANES, _TRANSPOSED, shared=_ROOM, blocks=_grid),
+    Batched: Tiles(TAKES, Batched, _PLAIN, _PLANES, _FORWARD, shared=_ROOM, blocks=_grid), Wgrad: WGRAD,
+}  # fmt: skip
+
 
 SingleArguments = kernel_struct("direct_single", "SingleArguments")
 TileArguments = kernel_struct("direct_tile", "TileArguments")
@@ -325,7 +319,7 @@ COST = costs("direct.direct")
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, Config] | None:
     """On a GPU the configuration that should be fastest, behind its time; elsewhere the first legal one by measured rules."""
-    legal = [config for config in _by_rule(problem, device) if refusal(problem, config) is None]
+    legal = [config for config in _by_rule(problem, device) if LEGAL[type(config)].refusal(problem, config) is None]
     if device.backend != "cuda":
         little = next(_for_little_work(problem, device), None)
         return (BY_RULE, legal[0]) if legal else (LAST_RESORT, little) if little else None
@@ -379,7 +373,7 @@ def _for_little_work(problem: ConvProblem, device: Device) -> Iterator[Config]:
                 Batched(BLOCK_K=block, BLOCK_C=reduction) if problem.direction == "fprop" else Dgrad(BLOCK_C=block, BLOCK_K=reduction)
                 for reduction in (16, 8, 4, 2, 1) if reduction <= max(read, 1)
             )  # fmt: skip
-            yield from islice((tile for tile in tiles if refusal(problem, tile) is None), 1)
+            yield from islice((tile for tile in tiles if LEGAL[type(tile)].refusal(problem, tile) is None), 1)
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Config]:

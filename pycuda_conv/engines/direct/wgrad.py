@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pycuda_conv.engines.base import FLAG, ConvProblem, Device, VariantSet, costs, kernel_struct
 from pycuda_conv.engines.direct.configs import Made, Wgrad, layer_constants
 from pycuda_conv.engines.geometry import accumulator_bytes, arguments, ceil
-from pycuda_conv.engines.schedule import STATIC_SHARED_BYTES, grid_refusal
+from pycuda_conv.engines.limits import Takes, Tiles
+from pycuda_conv.engines.schedule import STATIC_SHARED_BYTES
 from pycuda_conv.engines.split_sum import time as reduce_time
 
 #: TAPS of a block for filters that are not :func:`_square`, by FILTERS of a block.
@@ -33,16 +34,6 @@ def _few_sums(filters: int, taps: int) -> bool:
     return filters == 1 or filters * taps <= MOST_SUMS
 
 
-def wgrad_refusal(problem: ConvProblem, config: Wgrad) -> str | None:
-    """Why `config` can't run `problem`, or None if it can."""
-    if problem.layout != "CNHW":
-        return "it computes gradients of filters"
-    shared = _shared_bytes(config.TAPS, config.THREADS, accumulator_bytes(problem))
-    if shared > STATIC_SHARED_BYTES:
-        return f"it needs {shared:,} bytes of shared memory; a block has {STATIC_SHARED_BYTES:,}"
-    return grid_refusal(wgrad_grid(problem, config))
-
-
 def wgrad_grid(problem: ConvProblem, config: Wgrad) -> int:
     """Blocks of the launch."""
     return _blocks(problem, config.TAPS, config.FILTERS) * config.SLICES
@@ -59,6 +50,10 @@ def _shared_bytes(taps: int, threads: int, acc: int) -> int:
     return taps * ((threads + 8) * acc + 32)  # 8 sums between two taps' rows; 32 bytes for the offsets of a tap
 
 
+WGRAD = Tiles(
+    Takes(("it computes gradients of filters", lambda problem: problem.layout == "CNHW")), Wgrad,
+    shared=(lambda problem, c: _shared_bytes(c.TAPS, c.THREADS, accumulator_bytes(problem)), STATIC_SHARED_BYTES), blocks=wgrad_grid,
+)  # fmt: skip
 WgradArguments = kernel_struct("direct_wgrad", "WgradArguments")
 #: Members that depend on the batch and on sizes of images.
 SIZES = "slices total run d h w pixels r s side_d side_h side_w last_side_d last_side_h last_side_w"
@@ -121,7 +116,7 @@ def wgrad_configs(problem: ConvProblem, device: Device) -> Iterator[Wgrad]:
     for filters, known in WGRAD_TAPS[device.backend].items():
         # reading y costs a chunk of taps as much as two more taps
         at_once = min(known, key=lambda n: ceil(taps, n) * (n + 2))
-        if _square(problem) and _few_sums(filters, taps) and wgrad_refusal(problem, Wgrad(128, taps)) is None:
+        if _square(problem) and _few_sums(filters, taps) and WGRAD.refusal(problem, Wgrad(128, taps)) is None:
             at_once = taps
         if filters == 1 or filters < 2 * kg:
             blocks = max(_blocks(problem, at_once, filters), 1)
