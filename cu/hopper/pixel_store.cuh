@@ -1,5 +1,8 @@
 // pixel_store.cuh: from the sums of a tile of pixels x channels to channels-last y, for hopper/pixel_tiles.cuh, and the moments of what is stored.
 #pragma once
+#ifdef BOXES
+#include "hopper/boxes.cuh"
+#endif
 
 // Where sums go, and what finishes them; `moments` is null if they are not asked for.
 struct Result {
@@ -12,6 +15,9 @@ struct Result {
 // The pixel of y that pixel `pixel` of the phase is; -1 past the end.
 DEVICE int place_of(const Phase& shape, int pixel) {
   if (pixel >= (int)shape.pixels) return -1;
+#ifdef BOXES
+  if (boxed(shape)) return InBox(shape, pixel).place(shape);
+#endif
   const Divided of_image(pixel, shape.plane, shape.by_plane);
   return of_image.quotient * (int)shape.out_size + plane_offset<false>(shape, of_image.rest);
 }

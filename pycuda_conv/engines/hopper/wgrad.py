@@ -272,10 +272,6 @@ def _maps(problem: ConvProblem, x: BufferSlice, dy: BufferSlice) -> tuple[dict[s
     of_x, of_dy = (place if isinstance(place, tuple) else (place, 0) for place in (x, dy))
     map_x = replace(image_map(loaded, of_x[0], layout, addressing, block_channels(problem)), offset=of_x[1], dtype=tensor_map_type(problem))
     map_dy = TensorMap(*of_dy, *sizes, (block_channels(problem), block_channels(problem), 1), ROW, tensor_map_type(problem))
-    if reads_flat(problem):
-        sizes = (loaded.C, positions, 1), (problem.itemsize * loaded.C, problem.itemsize * loaded.C * positions)
-        map_x = replace(map_dy, buffer=of_x[0], offset=of_x[1], sizes=sizes[0], strides=sizes[1])
-        return by_axis("dilation_", addressing.dilation) | load_base(loaded, addressing) | {"spatial_dims": 0}, (map_dy, map_x)
     return by_axis("dilation_", addressing.dilation) | load_base(loaded, addressing), (map_dy, map_x)
 
 
