@@ -83,8 +83,8 @@ MOST_VARIANTS = {"cuda": 62}
 def _why_no_planes(problem: ConvProblem) -> str | None:
     """Why the kernel can't run `problem`, whose arrays are NCHW, or None if it can."""
     forward = forward_of(problem)
-    if problem.itemsize != 2:
-        return "it takes NCHW arrays of float16 and bfloat16"
+    if limb_count(problem) > 1:
+        return "it takes NCHW arrays of float16, bfloat16, and of float32 with precision='tf32'"
     if not pixel_by_pixel(forward):
         return "of NCHW arrays it takes 1x1 filters without stride and padding"
     if math.prod(forward.output_size) % word_elements(problem):
@@ -328,18 +328,20 @@ def variants(device: Device) -> Iterator[VariantSet]:
                 config = WgradNhwc(rows, columns, _max_stages(rows, columns, size))
                 choices = {
                     "BLOCK_M": (rows,), "BLOCK_N": (columns,), "WGMMA_N": (_consumer_columns(config),), "STAGES": (config.STAGES,),
-                    "TYPE": codes, "LIMBS": (2 if size == 8 else 1,), "PLANES": FLAG if size == 2 and not flipped else (0,),
-                    "FLIPPED": (int(flipped),),
+                    "TYPE": codes, "LIMBS": (2 if size == 8 else 1,), "PLANES": (0,), "FLIPPED": (int(flipped),),
                 }  # fmt: skip
-                yield VariantSet("hopper_wgrad", choices, _is_listed, "sm_90a")
+                yield VariantSet("hopper_wgrad", choices, arch="sm_90a")
+                if size == 2 and not flipped:
+                    planes = {"PLANES": (1,), "TYPE": tuple(ELEMENTS.values())}
+                    yield VariantSet("hopper_wgrad", choices | planes, _is_listed, "sm_90a")
     yield VariantSet("hopper_wgrad_reduce", {"TYPE": (HALF, BFLOAT, FLOAT)})
     yield VariantSet("hopper_wgrad_add", {"TYPE": (HALF, BFLOAT, FLOAT), "EACH": (2, 4)})
     yield from fold_channels.variants()
 
 
 def _is_listed(d: Mapping[str, int]) -> bool:
-    """Whether a product with these defines is ever launched."""
-    return not d["PLANES"] or d["BLOCK_N"] in PLANES_TILES.get(d["BLOCK_M"], ())
+    """Whether a product of planes with these defines is ever launched."""
+    return d["BLOCK_N"] in PLANES_TILES.get(d["BLOCK_M"], ())
 
 
 # ---- the choice
