@@ -14,7 +14,6 @@ from functools import lru_cache
 from pycuda_conv.engines.geometry import ceil
 from pycuda_conv.problem import Size3
 
-
 MOST_LENGTH = 256  # of a box that is loaded, along each axis
 
 

@@ -39,30 +39,29 @@ def image_map(
     problem: ConvProblem, buffer: int, unpacked: PackedLayout, addressing: PhaseAddressing, pixels: int, row: int = ROW,
     part: tuple[Size3, Size3] | None = None, box: Box | None = None,
 ) -> TensorMap:
-    """The tensor map of the first operand's images: a load fetches `row` bytes of `pixels` neighbouring pixels of `addressing`, or of a `box`.
+    """The tensor map of the first operand's images: a load fetches `row` bytes of a `box` of pixels, or of `pixels` neighbours.
 
-    Of a flat one pixels are a box of one row. With `part` it sees a part of each image alone: its first pixel, and its size.
+    Neighbours of a flat phase are a box of one row. With `part` the map sees a part of each image alone: its first pixel, and its size.
     """
-    channels, wide = problem.operand_channels, unpacked.load * row // ROW
+    channels, wide, kind = problem.operand_channels, unpacked.load * row // ROW, map_type(problem)
     pixel = problem.itemsize * channels  # bytes
     if addressing.flat:
         count = problem.N * math.prod(unpacked.size)
-        return TensorMap(buffer, 0, (channels, count, 1), (pixel, pixel * count), (wide, pixels, 1), row, map_type(problem))
-    if box:
-        every = [*zip((*unpacked.size[::-1], problem.N), box.size, (*addressing.stride[::-1], 1), strict=True)]
-        sizes, lengths, steps = zip(*(every if addressing.spatial_dims == 3 else [*every[:2], every[3]]), strict=True)
-        strides = [pixel * math.prod(sizes[:i]) for i in range(len(sizes))]
-        return TensorMap(buffer, 0, (channels, *sizes), tuple(strides), (wide, *lengths), row, map_type(problem), (1, *steps))
+        return TensorMap(buffer, 0, (channels, count, 1), (pixel, pixel * count), (wide, pixels, 1), row, kind)
     inner = range(2, 2 - addressing.spatial_dims, -1)  # W first
-    axes = [unpacked.size[i] for i in inner]
-    steps = [pixel * math.prod(axes[:i]) for i in range(len(axes) + 1)]
-    stride, low = [addressing.stride[i] for i in inner], [addressing.low[i] for i in inner]
-    first = part[0] if part else (0, 0, 0)
-    axes = [part[1][i] for i in inner] if part else axes
+    axes, stride, low = ([of[i] for i in inner] for of in (unpacked.size, addressing.stride, addressing.low))
+    if box:  # it has rows in any case
+        axes, stride = ([*of, 1][: max(len(of), 2)] for of in (axes, stride))
+        lengths = *box.size[: len(axes)], box.size[-1]
+        strides = tuple(pixel * math.prod(axes[:i]) for i in range(len(axes) + 1))
+        return TensorMap(buffer, 0, (channels, *axes, problem.N), strides, (wide, *lengths), row, kind, (1, *stride, 1))
+    strides = tuple(pixel * math.prod(axes[:i]) for i in range(len(axes) + 1))
+    first, axes = (part[0], [part[1][i] for i in inner]) if part else ((0, 0, 0), axes)
     offset = pixel * sum(n * step for n, step in zip(first, row_major(unpacked.size), strict=True))
-    upper = [addressing.low[i] + (addressing.phase.size[i] - 1) * addressing.stride[i] - (n - 1) for i, n in zip(inner, axes, strict=True)]
+    sizes = [addressing.phase.size[i] for i in inner]
+    upper = [a + (count - 1) * step - (n - 1) for a, count, step, n in zip(low, sizes, stride, axes, strict=True)]
     walk = Im2col(tuple(low), tuple(upper), tuple(stride), wide, pixels)
-    return TensorMap(buffer, offset, (channels, *axes, problem.N), tuple(steps), walk, row, map_type(problem))
+    return TensorMap(buffer, offset, (channels, *axes, problem.N), strides, walk, row, kind)
 
 
 def pixel_cycles(nbytes: int) -> float:
@@ -123,13 +122,14 @@ def map_type(problem: ConvProblem) -> str:
 
 
 def load_base(problem: ConvProblem, addressing: PhaseAddressing) -> dict[str, int]:
-    """The arguments of ``LoadBase`` in ``cu/hopper/ptx.cuh``. With `addressing.flat` all images count as one row of pixels, of which loads are boxes."""
+    """The arguments of ``LoadBase`` in ``cu/hopper/ptx.cuh``. With `addressing.flat` all images count as one row of pixels."""
     _, height, width = addressing.phase.size
     plane = math.prod(addressing.phase.size)
     stride, low = ((1, 1, 1), (0, 0, 0)) if addressing.flat else (addressing.stride, addressing.low)
     whole = (problem.N * plane,) * 3 if addressing.flat else (plane, height * width, width)
     counts = dict(zip(("load_plane", "load_pq", "load_q"), whole, strict=True))
-    return {"spatial_dims": 0 if addressing.flat else addressing.spatial_dims, **counts, **by_axis("stride_", stride), **by_axis("low_", low)}
+    axes = 0 if addressing.flat else addressing.spatial_dims
+    return {"spatial_dims": axes, **counts, **by_axis("stride_", stride), **by_axis("low_", low)}
 
 
 def stage_channels(problem: ConvProblem) -> int:

@@ -19,6 +19,7 @@ from pycuda_conv.engines.addressing import MOST_PIXELS, PackedLayout, PhaseAddre
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, count_phases, filter_strides, first_phases, repeats, too_many_phases
+from pycuda_conv.engines.hopper.boxes import Box, best_box
 from pycuda_conv.engines.hopper.common import (
     CLOCK,
     ROW,
@@ -35,7 +36,6 @@ from pycuda_conv.engines.hopper.common import (
     store_mode,
     written_bytes,
 )
-from pycuda_conv.engines.hopper.boxes import Box, best_box
 from pycuda_conv.engines.hopper.common import COST as HOPPER_COST
 from pycuda_conv.engines.hopper.dense_borders import Region, in_words, regions
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes
@@ -316,11 +316,15 @@ def _launches(addressings: Sequence[PhaseAddressing]) -> Iterator[Sequence[Phase
 
 
 def _box(problem: ConvProblem, config: DenseNhwc, addressing: PhaseAddressing, with_moments: bool = False) -> Box | None:
-    """The box that a tile's pixels are, or None if they are neighbours: where runs of pixels are stored, and for moments, of whole slices."""
+    """The box that a tile's pixels are; None where they are neighbours.
+
+    They are where runs of pixels are stored, and where moments are noted but boxes are not all full.
+    """
     if addressing.flat or store_mode(problem, config.BLOCK_N, addressing.phase) == RUN:
         return None
-    box, pixels = best_box(addressing.phase.size, problem.N, config.BLOCK_M, addressing.stride), math.prod(addressing.phase.size) * problem.N
-    return None if with_moments and box.tiles * config.BLOCK_M != pixels else box
+    box = best_box(addressing.phase.size, problem.N, config.BLOCK_M, addressing.stride)
+    full = box.tiles * config.BLOCK_M == problem.N * math.prod(addressing.phase.size)
+    return box if full or not with_moments else None
 
 
 def _product(

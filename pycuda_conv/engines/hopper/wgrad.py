@@ -54,7 +54,7 @@ from pycuda_conv.engines.limits import HOPPER, NOT_EMPTY, Takes, Tiles, types
 from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Arena, Schedule
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, FLOAT, HALF
-from pycuda_conv.engines.variants import FLAG, VariantSet
+from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch, TensorMap
 
