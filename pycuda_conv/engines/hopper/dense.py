@@ -164,7 +164,7 @@ LEGAL = Tiles(TAKES, DenseNhwc, _fits, BLOCK_M=(64, 128, 256), BLOCK_N=COLUMNS, 
 
 def _blocks_per_sm(config: DenseNhwc) -> int:
     """Blocks that share a multiprocessor: two of the small tiles."""
-    return 1 if config.BLOCK_M == 128 else 2
+    return 2 if config.BLOCK_M == 64 else 1
 
 
 def _ring(config: DenseNhwc, mn_major: bool) -> Ring:
