@@ -48,9 +48,14 @@ def best_box(size: Size3, images: int, most: int, stride: Size3) -> Box:
                     w, h, d, n = (ceil(length, part) for length, part in lengths)
                     yield Box((wide, high, deep, many), (w, h, d, n))
 
-    return min(boxes(), key=lambda box: (box.tiles, *(-length for length in box.size)))
+    best, least = next(boxes()), ceil(math.prod(size) * images, most)
+    for box in boxes():
+        best = box if box.tiles < best.tiles else best
+        if best.tiles == least:
+            break
+    return best
 
 
 def _even(length: int, most: int) -> list[int]:
-    """The lengths up to `most` of parts that cut `length` evenly."""
-    return sorted({ceil(length, parts) for parts in range(ceil(length, most), length + 1)})
+    """The lengths up to `most` of parts that cut `length` evenly, the longest first."""
+    return sorted({ceil(length, parts) for parts in range(ceil(length, most), length + 1)}, reverse=True)
