@@ -2,6 +2,7 @@
 // behind the other.
 #pragma once
 #include "hopper/ptx.cuh"
+#define BOXES  // place_of() in pixel_store.cuh knows them
 
 DEVICE bool boxed(const Phase& shape) { return shape.box_n != 0; }
 // Where a pixel of a tile that is a box lies; in an image that does not exist if it is none of the box.

@@ -67,8 +67,8 @@ struct DensePhase : LoadedPixels, WrittenPixels, WalkedTaps, Finishing {
 };
 typedef DensePhase Phase;
 #define EMIT_MOMENTS (CLUSTER == 1 && PHASES == 1 && !W_MN_MAJOR && BLOCK_N <= 192)  // the text can emit moments: forward, of whole sums
-#define BOXES  // tiles of pixels may be boxes
 #define TAILS  // channel_blocks and last_steps say where a tap ends
+#include "hopper/boxes.cuh"
 #include "hopper/pixel_tiles.cuh"
 #if BORDERED
 #define TAP_OFFSET(n, axis) ((int)(shape.offsets_##axis >> 8 * (n)) & 255)

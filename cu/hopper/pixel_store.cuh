@@ -1,8 +1,5 @@
 // pixel_store.cuh: from the sums of a tile of pixels x channels to channels-last y, for hopper/pixel_tiles.cuh, and the moments of what is stored.
 #pragma once
-#ifdef BOXES
-#include "hopper/boxes.cuh"
-#endif
 
 // Where sums go, and what finishes them; `moments` is null if they are not asked for.
 struct Result {
