@@ -101,14 +101,10 @@ def _remember(
     """Put a forward pass into the table. `operands` are those of its key."""
     x, batches = operands[0], operands[-1]
     assert x is not None
-    name = repeat.key(asked, *operands) if repeat.possible() and counts else None
-    order = fused._order(x)
-    if name is None or name in _again or not TORCH.is_kernel_input(x, order):
+    device, order = TORCH.device(TORCH.signature(x), None), fused._order(x)
+    name = _again.new_key(asked, operands, device) if counts else None
+    if name is None or not TORCH.is_kernel_input(x, order):
         return
-    found = fused._compiled(batch_norm.forward, TORCH.signature(x), order, activation, False)
-    if found is None or found[0].capturing():
-        return
-    device: Any = found[0]
     pixels = fused._pixels(x.shape, TORCH.dtype_name(x.dtype), "NHWC" if order else "NCHW")
     # x, gamma, beta, running mean and variance, batches | mean and invstd, out | workspace | none
     ax, ag, at, am, av, an, mean, ao, scratch, none = ((i, 0) for i in range(10))
@@ -185,13 +181,10 @@ def _remember_backward(asked: tuple[Any, ...], operands: Sequence[Tensor | None]
     """Put a backward pass into the table."""
     x = operands[1]
     assert x is not None
-    name, order = repeat.key(asked, *operands) if repeat.possible() else None, fused._order(x)
-    if name is None or name in _again or not TORCH.is_kernel_input(x, order):
+    device, order = TORCH.device(TORCH.signature(x), None), fused._order(x)
+    name = _again.new_key(asked, operands, device)
+    if name is None or not TORCH.is_kernel_input(x, order):
         return
-    found = fused._compiled(batch_norm.backward, TORCH.signature(x), order, *options)
-    if found is None or found[0].capturing():
-        return
-    device: Any = found[0]
     pixels = fused._pixels(x.shape, TORCH.dtype_name(x.dtype), "NHWC" if order else "NCHW")
     # dout, x, gamma, beta, mean and invstd | sums, dx | workspace | none
     ad, ax, ag, at, mean, sums, dx, scratch, none = ((i, 0) for i in range(9))

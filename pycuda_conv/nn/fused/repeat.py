@@ -47,8 +47,9 @@ def _remember_forward(
     x, residual, weight, bias, gamma, beta, running_mean, running_var, _ = operands
     assert x is not None and weight is not None
     found = _forward_of(x, weight, bias, momentum, eps, spec)
-    plan, name = found.plan, repeat.key(asked, *operands) if found.plan.may_be_repeated else None
-    if name is None or name in _again or plan.device.capturing():
+    plan = found.plan
+    name = _again.new_key(asked, operands, plan.device, plan)
+    if name is None:
         return
     ready = None
     layouts = {_layout(x, spec.settings.ndim), _layout(made, spec.settings.ndim), plan.problem.layout}
@@ -142,8 +143,8 @@ def _remember_backward(
 ) -> None:
     """Put a backward pass into the table. `operands` are those of :func:`_backward`."""
     plans = [plan for plan in (found.by_x, found.by_weight) if plan is not None]
-    name = repeat.key(_asked_backward(of_x, of_weight, spec, spent), *operands) if all(plan.may_be_repeated for plan in plans) else None
-    if name is None or name in _again or found.device.capturing():
+    name = _again.new_key(_asked_backward(of_x, of_weight, spec, spent), operands, found.device, *plans)
+    if name is None:
         return
     dout, x, weight, gamma, beta, y, out, statistics, added = operands
     order, pixels, ready = _order(y), found.pixels, None
