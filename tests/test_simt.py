@@ -324,8 +324,10 @@ def launched(made, *arrays):
 
 
 @pytest.mark.parametrize("redone", [False, True], ids=["", "results were computed again"])
-def test_statistics_of_moments_that_a_convolution_noted(redone):
+@pytest.mark.parametrize("many", [1, 1000], ids=["by clusters", "by blocks"])
+def test_statistics_of_moments_that_a_convolution_noted(redone, many, monkeypatch):
     """The launch that adds them, and counts the batch; or that reads the results."""
+    monkeypatch.setattr(batch_norm, "MANY_SLICES", many)
     pixels, per = batch_norm.Pixels("bfloat16", "NHWC", 3, 24, 50), 64
     given = (np.random.default_rng(0).standard_normal((pixels.N * pixels.plane, pixels.K)) + 1).astype(pixels.dtype)
     y = given.astype(float)

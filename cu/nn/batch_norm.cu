@@ -57,6 +57,14 @@
 #ifndef WITH_MOMENTS
 #define WITH_MOMENTS 0
 #endif
+#ifndef CLUSTER
+#define CLUSTER 1  // blocks that share the slices of a channel, with WITH_MOMENTS
+#endif
+#if WITH_MOMENTS
+#include "core/cluster.cuh"
+#else
+#define CLUSTER_DIMS
+#endif
 
 #define UNROLL (VEC == 1 ? 8 : 4)
 #define UNROLL_TWO (UNROLL / 2)  // if two arrays are read
@@ -244,8 +252,8 @@ KERNEL LAUNCH_BOUNDS(THREADS, FEWER_AT_ONCE) void channel_moments(const GLOBAL_M
 // Combines the slices of channel_moments. The channels' first values are `apart` elements apart; an item has `values` values of a channel.
 // WITH_MOMENTS    the convolution emitted the slices while it had its sums at hand (hopper/gemm.cu): `sets` times `total` items, slices
 //          of one set each; no means are relative to first values. If `redone` says that results were computed again since, which is
-//          rare (direct/gemm.cu), this launch reads all of y: `images` of `plane` pixels.
-KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_statistics(
+//          rare (direct/gemm.cu), this launch reads all of y: `images` of `plane` pixels. Many slices are shared by the blocks of a cluster.
+KERNEL CLUSTER_DIMS LAUNCH_BOUNDS(THREADS, 1) void batch_norm_statistics(
     const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM acc_t* RESTRICT part, const GLOBAL_MEM long_t* RESTRICT tracked,
     GLOBAL_MEM acc_t* RESTRICT mean, GLOBAL_MEM acc_t* RESTRICT invstd, GLOBAL_MEM acc_t* RESTRICT running_mean,
     GLOBAL_MEM acc_t* RESTRICT running_var, GLOBAL_MEM long_t* RESTRICT counted,
@@ -256,8 +264,9 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_statistics(
     const long_t momentum, const long_t beside) {
   AFTER_LAST_LAUNCH
   const int own = LID_0 & ((int)beside - 1), lane = LID_0 / (int)beside;
-  const index_t channel = (index_t)GID_0 * beside + own;
+  const index_t channel = (index_t)(GID_0 / CLUSTER) * beside + own;
 #if WITH_MOMENTS
+  const int first = cluster_rank() * LANES + lane, apart_by = CLUSTER * LANES;
   // slices are many, so they are read once: relative to the first one's mean, and in double, which has digits to spare if that is far off
   acc_t shift = 0;
   double sum = 0, square = 0;
@@ -269,7 +278,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_statistics(
     const acc_t last = (acc_t)(total - (long_t)(each - 1) * per);
     shift = parts[0];
 #pragma unroll 8
-    for (int slice = lane; slice < slices; slice += LANES) {
+    for (int slice = first; slice < slices; slice += apart_by) {
       const double count = (slice + 1) % each ? (acc_t)per : last, off = parts[(index_t)slice * step] - shift;
       sum += count * off;
       square += parts[(index_t)slice * step + channels] + count * off * off;
@@ -278,7 +287,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_statistics(
   if (__syncthreads_or(again)) {
     sum = square = shift = 0;
     if (channel < channels)
-      for (long_t i = lane; i < images * plane; i += LANES) {
+      for (long_t i = first; i < images * plane; i += apart_by) {
         const double v = LOAD(y, i / plane * y_image + channel * apart + i % plane * y_pixel);
         sum += v;
         square += v * v;
@@ -302,6 +311,21 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_statistics(
       square += squares[i];
     }
   }
+#if CLUSTER > 1
+  __shared__ double of_block[2][32];  // at least 32 lanes a channel
+  if (lane == 0) of_block[0][own] = sum, of_block[1][own] = square;
+  cluster_barrier();
+  if (lane == 0 && cluster_rank() == 0) {
+    sum = square = 0;
+#pragma unroll
+    for (int rank = 0; rank < CLUSTER; ++rank) {
+      sum += double_of_rank(shared_address(of_block[0] + own), rank);
+      square += double_of_rank(shared_address(of_block[1] + own), rank);
+    }
+  }
+  cluster_barrier();  // the first block has read the others' shared memory
+  if (cluster_rank()) return;
+#endif
   const double all = (double)total * sets, left = square - sum * (sum / all);
   const acc_t m = (acc_t)all, centre = (acc_t)(shift + sum / all), m2 = left < 0 ? 0 : (acc_t)left;  // a NaN stays one
 #else

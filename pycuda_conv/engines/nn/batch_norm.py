@@ -28,6 +28,8 @@ THREADS = 128
 ADDING_THREADS = 1024
 #: Slices that such a thread adds, if there are enough of them; and the fewest and most threads that share the slices of a column.
 ADDED, LANES = 8, (32, 512)
+#: Where a convolution noted so many slices, the blocks of a cluster share them, and a block's threads read so many channels side by side.
+MANY_SLICES, CLUSTER, BESIDE = 2048, 8, 8
 #: Blocks of an array for each multiprocessor. With channels last they are as many as run at once, by the threads' registers; where threads
 #: need more, fewer. One block more would run when all others have ended.
 BLOCKS, FEWER_BLOCKS = {"NCHW": 16, "NHWC": 6}, {"NCHW": 16, "NHWC": 5}
@@ -147,16 +149,12 @@ class _Cut:
         self, kernel: str, columns: int, slices: int, buffers: tuple[BufferSlice, ...], *scalars: int, with_moments: bool = False
     ) -> KernelLaunch:
         """A launch that adds the slices of each column."""
+        shared = with_moments and slices >= MANY_SLICES
         wanted = 1 << (ceil(slices, ADDED) - 1).bit_length()
-        beside = ADDING_THREADS // min(max(wanted, LANES[0]), LANES[1])
-        return self.step_of_channels(kernel, ceil(columns, beside), buffers, *scalars, beside, with_moments=with_moments)
-
-    def step_of_channels(
-        self, kernel: str, blocks: int, buffers: tuple[BufferSlice, ...], *scalars: int, with_moments: bool = False
-    ) -> KernelLaunch:
-        """A launch that works on per-channel values, or on one value of each channel and slice."""
-        defines = self._defines(ADDING_THREADS) | {"WITH_MOMENTS": int(with_moments)}
-        return KernelLaunch(kernel, defines, blocks, ADDING_THREADS, buffers, scalars, "batch_norm")
+        beside = BESIDE if shared else ADDING_THREADS // min(max(wanted, LANES[0]), LANES[1])
+        cluster = CLUSTER if shared else 1
+        defines = self._defines(ADDING_THREADS) | {"WITH_MOMENTS": int(with_moments), "CLUSTER": cluster}
+        return KernelLaunch(kernel, defines, ceil(columns, beside) * cluster, ADDING_THREADS, buffers, (*scalars, beside), "batch_norm")
 
 
 def _vector(pixels: Pixels) -> int:
@@ -172,7 +170,7 @@ def _index_64(pixels: Pixels) -> bool:
 
 
 #: The most texts, as an engine says it.
-MOST_VARIANTS = {"cuda": 67, "opencl": 24}
+MOST_VARIANTS = {"cuda": 73, "opencl": 24}
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
@@ -184,10 +182,10 @@ def variants(device: Device) -> Iterator[VariantSet]:
         yield VariantSet("batch_norm", common | arrays | {"VEC": (1, 4)})
         yield VariantSet("batch_norm", common | arrays | of_halves | {"VEC": (8,)})
     adding = common | {"THREADS": (ADDING_THREADS,)}
-    yield VariantSet("batch_norm", adding | {"WITH_MOMENTS": (0,)})
+    yield VariantSet("batch_norm", adding | {"WITH_MOMENTS": (0,), "CLUSTER": (1,)})
     if device.backend == "cuda" and device.capability >= (9, 0):  # whose tensor-core kernels note moments
         of_tensor_cores = {"DTYPE": (*of_halves["DTYPE"], DTYPE_CODES["float32"])}
-        yield VariantSet("batch_norm", adding | of_tensor_cores | {"WITH_MOMENTS": (1,)})
+        yield VariantSet("batch_norm", adding | of_tensor_cores | {"WITH_MOMENTS": (1,), "CLUSTER": (1, CLUSTER)})
 
 
 def _finishes(device: Device) -> tuple[dict[str, tuple[int, ...]], ...]:
