@@ -2,8 +2,8 @@
 //
 //   over the M = N * plane values y of channel k:   mean = sum y / M,  var = sum (y - mean)^2 / M,  invstd = 1 / sqrt(var + eps)
 //   out  = activation((y - mean) * a + beta + residual),  a = gamma * invstd
-//   g    = dout times the activation's derivative at (y - mean) * a + beta, which is computed again. With a residual the activation is a ReLU: its
-//          mask is read off `out`, and the launch that sums also writes g, which is the residual's gradient
+//   g    = dout times the activation's derivative at (y - mean) * a + beta, which is computed again. With a residual the activation is a ReLU, whose
+//          mask the forward pass has written: a byte for each item. The launch that sums also writes g, which is the residual's gradient
 //   dbeta = sum g,  dgamma = sum g * xhat,          xhat = (y - mean) * invstd
 //   dy   = a * (g - dbeta / M - xhat * dgamma / M), or a * g where mean and invstd were given and not taken from y
 //
@@ -98,6 +98,7 @@ typedef struct BatchNormShape {
 #define VALUES(items) ((items) * VEC)
 #endif
 #define FROM_END(i) ITEM((index_t)shape.total - 1 - (i))
+typedef unsigned char mask_t;  // of an item: bit e for value e
 #define DOWN (THREADS / ACROSS)
 #define CHANNEL(j) (column * OWN + (j))
 
@@ -352,9 +353,10 @@ KERNEL CLUSTER_DIMS LAUNCH_BOUNDS(THREADS, 1) void batch_norm_statistics(
   }
 }
 
-// out = activation((y - centre) * a + b + residual)
+// out = activation((y - centre) * a + b + residual). With a residual, `mask` gets where it is above 0, unless that is null.
 WITHIN_KERNEL void normalise(
-    const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM data_t* RESTRICT residual, GLOBAL_MEM data_t* RESTRICT out, const BatchNormShape shape,
+    const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM data_t* RESTRICT residual, GLOBAL_MEM data_t* RESTRICT out,
+    GLOBAL_MEM mask_t* RESTRICT mask, const BatchNormShape shape,
     const int column, const int lane, const int down, const index_t start, const index_t end, const acc_t* centre, const acc_t* a,
     const acc_t* b, const long_t activation, const long_t slope) {
   for (index_t i = start + lane; i < end; i += down * FORWARD_UNROLL) {
@@ -378,6 +380,11 @@ WITHIN_KERNEL void normalise(
         }
         if (BEYOND_RELU) beyond_relu((int)activation, BITS_TO_ACC(slope), v, VEC);
         STORE_ITEM(out, FROM_END(i + u * down), v);
+        if (GIVEN(residual) && mask) {
+          int above = 0;
+          for (int e = 0; e < VEC; ++e) above |= !(v[e] <= 0) << e;  // a NaN counts
+          mask[FROM_END(i + u * down) / VEC] = (mask_t)above;
+        }
       }
   }
 }
@@ -385,11 +392,11 @@ WITHIN_KERNEL void normalise(
 KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void batch_norm_forward(
     const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM acc_t* RESTRICT mean, const GLOBAL_MEM acc_t* RESTRICT invstd,
     const GLOBAL_MEM acc_t* RESTRICT gamma, const GLOBAL_MEM acc_t* RESTRICT beta, const GLOBAL_MEM data_t* RESTRICT residual,
-    GLOBAL_MEM data_t* RESTRICT out, const BatchNormShape shape, const long_t activation, const long_t slope) {
+    GLOBAL_MEM data_t* RESTRICT out, GLOBAL_MEM mask_t* RESTRICT mask, const BatchNormShape shape, const long_t activation, const long_t slope) {
   AFTER_LAST_LAUNCH
   STAND;
   NORMALISED_BY()
-  normalise(y, residual, out, shape, column, lane, down, start, end, centre, a, b, activation, slope);
+  normalise(y, residual, out, mask, shape, column, lane, down, start, end, centre, a, b, activation, slope);
 }
 
 // g times the activation's derivative, given v = y - mean. A ReLU lets the gradient of a NaN pass.
@@ -403,39 +410,39 @@ KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void batch_norm_forward(
       if ((v)[e] * a[OF(e)] + b[OF(e)] <= 0) (g)[e] = 0;                       \
   }
 
-// The sums of g and g * (y - mean) over the block's items, left to the first lane of each column. With a residual the mask is
-// read off `out`, and g is written to `masked`.
+// The sums of g and g * (y - mean) over the block's items, left to the first lane of each column. With a residual there is a `mask`, and g is written
+// to `masked`.
 WITHIN_KERNEL void sum_gradients(
-    const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM data_t* RESTRICT dout, const GLOBAL_MEM data_t* RESTRICT out,
+    const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM data_t* RESTRICT dout, const GLOBAL_MEM mask_t* RESTRICT mask,
     GLOBAL_MEM data_t* RESTRICT masked, const BatchNormShape shape, const int column, const int lane, const int down, const index_t start,
     const index_t end, const acc_t* centre, const acc_t* a, const acc_t* b, const long_t activation, const long_t slope,
     LOCAL_MEM_POINTER acc_t* sums) {
   acc_t sum[2 * OWN];
   for (int j = 0; j < 2 * OWN; ++j) sum[j] = 0;
   for (index_t i = start + lane; i < end; i += down * UNROLL_TWO) {
-    item_t ys[UNROLL_TWO], gs[UNROLL_TWO], outs[UNROLL_TWO];
+    item_t ys[UNROLL_TWO], gs[UNROLL_TWO];
+    int bits[UNROLL_TWO];
 #pragma unroll
     for (int u = 0; u < UNROLL_TWO; ++u)
       if (i + u * down < end) {
         FETCH(ys[u], y, ITEM(i + u * down));
         FETCH(gs[u], dout, ITEM(i + u * down));
-        if (GIVEN(out)) FETCH(outs[u], out, ITEM(i + u * down));
+        if (GIVEN(mask)) bits[u] = mask[ITEM(i + u * down) / VEC];
       }
 #pragma unroll
     for (int u = 0; u < UNROLL_TWO; ++u)
       if (i + u * down < end) {
-        acc_t v[VEC], g[VEC], o[VEC];
+        acc_t v[VEC], g[VEC];
         VALUES_OF(v, ys[u]);
         VALUES_OF(g, gs[u]);
-        if (GIVEN(out)) VALUES_OF(o, outs[u]);
         for (int e = 0; e < VEC; ++e) v[e] -= centre[OF(e)];
-        if (!GIVEN(out)) THROUGH_ACTIVATION(g, v)
+        if (!GIVEN(mask)) THROUGH_ACTIVATION(g, v)
         for (int e = 0; e < VEC; ++e) {
-          if (GIVEN(out) && o[e] <= 0) g[e] = 0;
+          if (GIVEN(mask) && !(bits[u] >> e & 1)) g[e] = 0;
           sum[OF(e)] += g[e];
           sum[OWN + OF(e)] += g[e] * v[e];
         }
-        if (GIVEN(out)) STORE_ITEM(masked, ITEM(i + u * down), g);
+        if (GIVEN(mask)) STORE_ITEM(masked, ITEM(i + u * down), g);
       }
   }
   for (int j = 0; j < 2 * OWN; ++j) sums[j * THREADS + LID_0] = sum[j];
@@ -446,13 +453,13 @@ WITHIN_KERNEL void sum_gradients(
 KERNEL LAUNCH_BOUNDS(THREADS, GRADIENTS_AT_ONCE) void gradient_sums(
     const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM data_t* RESTRICT dout, const GLOBAL_MEM acc_t* RESTRICT mean,
     const GLOBAL_MEM acc_t* RESTRICT invstd, const GLOBAL_MEM acc_t* RESTRICT gamma, const GLOBAL_MEM acc_t* RESTRICT beta,
-    const GLOBAL_MEM data_t* RESTRICT out, GLOBAL_MEM data_t* RESTRICT masked, GLOBAL_MEM acc_t* RESTRICT part, const BatchNormShape shape,
+    const GLOBAL_MEM mask_t* RESTRICT mask, GLOBAL_MEM data_t* RESTRICT masked, GLOBAL_MEM acc_t* RESTRICT part, const BatchNormShape shape,
     const long_t activation, const long_t slope) {
   AFTER_LAST_LAUNCH
   LOCAL_MEM acc_t sums[2 * OWN * THREADS];
   STAND;
   NORMALISED_BY()
-  sum_gradients(y, dout, out, masked, shape, column, lane, down, start, end, centre, a, b, activation, slope, sums);
+  sum_gradients(y, dout, mask, masked, shape, column, lane, down, start, end, centre, a, b, activation, slope, sums);
   if (inside && lane == 0)
     for (int j = 0; j < OWN; ++j) {
       part[slice * 2 * K + CHANNEL(j)] = sums[j * THREADS + LID_0];
@@ -580,8 +587,8 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_whole_forward(
     const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM long_t* RESTRICT tracked, GLOBAL_MEM acc_t* RESTRICT mean,
     GLOBAL_MEM acc_t* RESTRICT invstd, GLOBAL_MEM acc_t* RESTRICT running_mean, GLOBAL_MEM acc_t* RESTRICT running_var,
     GLOBAL_MEM long_t* RESTRICT counted, const GLOBAL_MEM acc_t* RESTRICT gamma, const GLOBAL_MEM acc_t* RESTRICT beta,
-    const GLOBAL_MEM data_t* RESTRICT residual, GLOBAL_MEM data_t* RESTRICT out, const BatchNormShape shape, const long_t activation,
-    const long_t slope, const long_t eps, const long_t momentum) {
+    const GLOBAL_MEM data_t* RESTRICT residual, GLOBAL_MEM data_t* RESTRICT out, GLOBAL_MEM mask_t* RESTRICT mask, const BatchNormShape shape,
+    const long_t activation, const long_t slope, const long_t eps, const long_t momentum) {
   AFTER_LAST_LAUNCH
   LOCAL_MEM acc_t counts[THREADS], means[THREADS], squares[THREADS];
   STAND;
@@ -589,26 +596,26 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_whole_forward(
                    counts, means, squares);
   local_barrier();
   const acc_t centre = means[0], a = (gamma ? gamma[column] : 1) * squares[0], b = beta ? beta[column] : 0;
-  normalise(y, residual, out, shape, column, lane, down, start, end, &centre, &a, &b, activation, slope);
+  normalise(y, residual, out, mask, shape, column, lane, down, start, end, &centre, &a, &b, activation, slope);
 }
 
 // The whole backward pass in one launch. `totals` are dbeta and dgamma of all channels.
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_whole_backward(
     const GLOBAL_MEM data_t* y, const GLOBAL_MEM data_t* RESTRICT dout, const GLOBAL_MEM acc_t* RESTRICT mean,
     const GLOBAL_MEM acc_t* RESTRICT invstd, const GLOBAL_MEM acc_t* RESTRICT gamma, const GLOBAL_MEM acc_t* RESTRICT beta,
-    const GLOBAL_MEM data_t* RESTRICT out, GLOBAL_MEM data_t* masked, GLOBAL_MEM acc_t* RESTRICT totals, GLOBAL_MEM data_t* dy,
+    const GLOBAL_MEM mask_t* RESTRICT mask, GLOBAL_MEM data_t* masked, GLOBAL_MEM acc_t* RESTRICT totals, GLOBAL_MEM data_t* dy,
     const BatchNormShape shape, const long_t activation, const long_t slope, const long_t of_batch) {
   AFTER_LAST_LAUNCH
   LOCAL_MEM acc_t sums[2 * THREADS];
   STAND;
   const acc_t centre = mean[column], deviation = invstd[column];
   const acc_t a = (gamma ? gamma[column] : 1) * deviation, b = beta ? beta[column] : 0;
-  sum_gradients(y, dout, out, masked, shape, column, lane, down, start, end, &centre, &a, &b, activation, slope, sums);
+  sum_gradients(y, dout, mask, masked, shape, column, lane, down, start, end, &centre, &a, &b, activation, slope, sums);
   local_barrier();
   const acc_t by_beta = sums[0], by_gamma = sums[THREADS] * deviation, share = a / (acc_t)VALUES(total);
   if (lane == 0) totals[column] = by_beta, totals[K + column] = by_gamma;
   const acc_t less = of_batch ? share * by_beta : 0, rate = of_batch ? share * deviation * by_gamma : 0;  // in the order of batch_norm_backward
-  const bool summed = GIVEN(out);
+  const bool summed = GIVEN(mask);
   spread_gradients(y, summed ? masked : dout, dy, shape, column, lane, down, start, end, &centre, &a, &b, &less, &rate, summed ? 0 : activation, slope);
 }
 #endif

@@ -111,12 +111,12 @@ def _remember(
     invstd, counted = (mean[0], pixels.K * pixels.sum_bytes), none if batches is None else an
     if pixels.whole:
         both, nbytes = batch_norm.whole_forward(pixels, device.multiprocessors, eps, momentum, activation)
-        steps = repeat.rebind_buffers([[one] for one in both], (ax, none, ag, at, none, mean, invstd, am, av, counted, ao))
+        steps = repeat.rebind_buffers([[one] for one in both], (ax, none, ag, at, none, mean, invstd, am, av, counted, ao, none))
     else:
         of_batch, nbytes = batch_norm.statistics(pixels, device.multiprocessors, eps, momentum)
         normalised, _ = batch_norm.forward(pixels, device.multiprocessors, activation)
         steps = repeat.rebind_buffers([[one] for one in of_batch], (ax, none, mean, invstd, am, av, counted, scratch))
-        steps += repeat.rebind_buffers([[one] for one in normalised], (ax, mean, invstd, ag, at, none, ao))
+        steps += repeat.rebind_buffers([[one] for one in normalised], (ax, mean, invstd, ag, at, none, ao, none))
     results = [TORCH.maker((2, pixels.K), fused._sums_dtype(x), x.device, None), TORCH.maker(tuple(x.shape), x.dtype, x.device, order)]
     _again.put(name, repeat.launch_sequence(TORCH, device, steps, out, len(operands), results, nbytes))
 
