@@ -121,6 +121,7 @@ def near(got, ref, tolerance: float, scale=None) -> None:
     assert (error <= tolerance * scale).all(), f"off by {np.nanmax(error):.3g} of {np.max(scale):.3g}, {np.max(error / scale):.3g} of it"
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("tracked", [None, 4], ids=["momentum", "cumulative"])
 def test_statistics(kernels, tracked):
     y, eps, momentum = kernels.normals(mean=0.5), 1e-3, 0.3
@@ -266,6 +267,7 @@ def mask_of(out, pixels):
     return np.packbits((out > 0).reshape(-1, pixels.item), axis=1, bitorder="little").ravel()
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("summed", [False, True], ids=["alone", "with a residual"])
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("relu", [True, False])
@@ -286,6 +288,7 @@ def test_forward(kernels, relu, affine, summed):
 BACKWARDS = [(relu, summed, of_batch, of_batch == (relu == summed)) for relu in (True, False) for summed in (False, True) for of_batch in (True, False)]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(("relu", "summed", "of_batch", "affine"), BACKWARDS)
 def test_backward(kernels, relu, summed, of_batch, affine):
     y, dout, mean, invstd = kernels.normals(1, mean=1), kernels.normals(2), kernels.of_channel(1), kernels.of_channel(2)
