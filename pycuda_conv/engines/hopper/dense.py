@@ -41,19 +41,7 @@ from pycuda_conv.engines.layout import transpose_filter
 from pycuda_conv.engines.limits import HOPPER, Takes, Tiles
 from pycuda_conv.engines.packed_product import repeat_arguments, tap_numbers, written_places
 from pycuda_conv.engines.range_guard import MomentsLayout
-from pycuda_conv.engines.schedule import (
-    FINISH,
-    INPUT,
-    PACKED,
-    RESULT,
-    WEIGHT,
-    WORKSPACE,
-    Arena,
-    Moments,
-    Schedule,
-    finish,
-    finish_constants,
-)
+from pycuda_conv.engines.schedule import FINISH, INPUT, PACKED, RESULT, WEIGHT, WORKSPACE, Arena, Moments, Schedule, finish_constants
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, why_not_one_product
 from pycuda_conv.engines.variants import VariantSet
@@ -227,7 +215,7 @@ SIDES = (64, 64), (128, 128)
 
 def adds_border(source: ConvProblem, problem: ConvProblem, config: DenseNhwc) -> bool:
     """Whether :func:`schedule` takes the image of `source`, which has a border, for the wider one of `problem`: sums are whole there."""
-    return config.CLUSTER == 1 and not source.input_dtype and TAKES.why_not(problem) is None and regions(source) is not None
+    return config.CLUSTER == 1 and TAKES.why_not(problem) is None and regions(source) is not None
 
 
 COST = costs("hopper.dense")
@@ -240,19 +228,10 @@ def border_time(source: ConvProblem, config: DenseNhwc) -> float:
     return launches * (COST.SIDES_TIME + COST.SIDE_SUMMAND * summed)
 
 
-def schedule(problem: ConvProblem, config: DenseNhwc, device: Device, with_moments: bool = False) -> Schedule:
-    """The launches of `config`, which can run `problem`. With `with_moments` they also compute the result's moments, if they can."""
-    return _launches_of(problem, config, device, with_moments)
-
-
-def schedule_with_border(source: ConvProblem, config: DenseNhwc, device: Device) -> Schedule:
-    """The launches of `config` for the :attr:`ConvProblem.padded` of `source`, which read its image: see :func:`adds_border`."""
-    return _launches_of(source.padded, config, device, source=source)
-
-
-def _launches_of(
+def schedule(
     problem: ConvProblem, config: DenseNhwc, device: Device, with_moments: bool = False, source: ConvProblem | None = None
 ) -> Schedule:
+    """The launches of `config`, which can run `problem`; `with_moments` of its result, if they can."""
     multiprocessors, taps = device.multiprocessors, math.prod(problem.filter_size)
     scratch = Arena(WORKSPACE)
     layout = MomentsLayout(_moments(problem, config) if with_moments else None, scratch, multiprocessors)
@@ -391,13 +370,12 @@ def _arguments(problem: ConvProblem, config: DenseNhwc, addressing: PhaseAddress
     places = written_places(problem, addressing.phase)
     del places["out_image"], places["out_row"]
     return arguments(
-        DensePhase, tiles=across * down * math.prod(repeats(problem)), tiles_n=across, blocks=blocks, part=ceil(blocks, config.CLUSTER),
-        channel_blocks=ceil(_summed(problem), stage_channels(problem)), last_steps=_last_steps(problem),
-        group_rows=problem.result_channels // problem.groups, group_channels=_summed(problem), rows=problem.result_channels,
-        **tap_numbers(unpacked, addressing), **by_axis("dilation_", addressing.dilation),
-        **by_axis("numbers_", (0, 0, 0)), **by_axis("offsets_", (0, 0, 0)), pixels=pixels,
+        DensePhase, problem, tiles=across * down * math.prod(repeats(problem)), tiles_n=across, blocks=blocks,
+        part=ceil(blocks, config.CLUSTER), channel_blocks=ceil(_summed(problem), stage_channels(problem)), last_steps=_last_steps(problem),
+        group_rows=problem.result_channels // problem.groups, group_channels=_summed(problem), **tap_numbers(unpacked, addressing),
+        **by_axis("dilation_", addressing.dilation), **by_axis("numbers_", (0, 0, 0)), **by_axis("offsets_", (0, 0, 0)), pixels=pixels,
         **load_base(problem, addressing), plane=plane, pq=size[1] * size[2], q=size[2], **places,
-        store_mode=store_mode(problem, config.BLOCK_N, addressing.phase), with_moments=int(with_moments), **finish(problem),
+        store_mode=store_mode(problem, config.BLOCK_N, addressing.phase), with_moments=int(with_moments),
     )  # fmt: skip
 
 
@@ -433,8 +411,6 @@ def _is_listed(d: Mapping[str, int]) -> bool:
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[DenseNhwc]:
     """The configurations worth comparing for `problem`."""
-    if TAKES.why_not(problem):
-        return
     addressings = _addressed(problem)[1]
     blocks, mn_major = _blocks(problem, addressings[0]), _reads_mn_major(problem)
     for (rows, columns), clusters in (TILES if count_phases(problem) == 1 else PHASED_TILES).items():

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -330,20 +330,15 @@ def variants(device: Device) -> Iterator[VariantSet]:
         for rows, widths in (FLIPPED_TILES if flipped else TILES)[size].items():
             for columns in widths:
                 config = WgradNhwc(rows, columns, _max_stages(rows, columns, size))
+                planes = size == 2 and not flipped and columns in PLANES_TILES.get(rows, ())
                 choices = {
                     "BLOCK_M": (rows,), "BLOCK_N": (columns,), "WGMMA_N": (_consumer_columns(config),), "STAGES": (config.STAGES,),
-                    "TYPE": codes, "LIMBS": (2 if size == 8 else 1,), "PLANES": FLAG if size == 2 and not flipped else (0,),
-                    "FLIPPED": (int(flipped),),
+                    "TYPE": codes, "LIMBS": (2 if size == 8 else 1,), "PLANES": FLAG if planes else (0,), "FLIPPED": (int(flipped),),
                 }  # fmt: skip
-                yield VariantSet("hopper_wgrad", choices, _is_listed, "sm_90a")
+                yield VariantSet("hopper_wgrad", choices, arch="sm_90a")
     yield VariantSet("hopper_wgrad_reduce", {"TYPE": (HALF, BFLOAT, FLOAT)})
     yield VariantSet("hopper_wgrad_add", {"TYPE": (HALF, BFLOAT, FLOAT), "EACH": (2, 4)})
     yield from fold_channels.variants()
-
-
-def _is_listed(d: Mapping[str, int]) -> bool:
-    """Whether a product with these defines is ever launched."""
-    return not d["PLANES"] or d["BLOCK_N"] in PLANES_TILES.get(d["BLOCK_M"], ())
 
 
 # ---- the choice
@@ -354,8 +349,6 @@ LEAST_STAGES = 4  # of a run, if there are several
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[WgradNhwc]:
     """The configurations worth comparing for `problem`: numbers of runs that fill the GPU once, or a few times."""
-    if TAKES.why_not(problem):
-        return
     forward = forward_of(problem)
     fewer = forward.K < forward.C and forward.K <= MOST_FLIPPED
     for flipped in (False, True) if fewer and _why_not_flipped(problem) is None else (False,):
