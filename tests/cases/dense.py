@@ -44,6 +44,7 @@ MORE = [
 ]  # fmt: skip
 LARGE = fprop((9, 192, 28, 28), (256, 192, 3, 3), padding=1)
 THIN = fprop((4, 64, 10, 8), (40, 64, 1, 1), bias=False)
+SLICES = fprop((4, 16, 10, 9), (136, 16, 1, 1), bias=False)  # of slices all of whose pixels exist, and one of a few
 RANGED = [one for one in SCENARIOS if one != "subnormals"]
 CHANNELS = [fprop((3, 32, 9, 11), (channels, 32, 3, 3), padding=1) for channels in (72, 21, 20)]  # written four at once, and one at a time
 BOXED = fprop((3, 8, 5, 11, 67), (40, 8, 3, 1, 3), padding=(1, 0, 1), stride=(1, 2, 2))  # several boxes along each axis
@@ -62,7 +63,9 @@ CASES = Cases(
         *((case, KINDS[i % len(KINDS)], config, ("gelu",)) for i, case in enumerate((SHAPES[2], SHAPES[10], SHAPES[11])) for config in (DenseNhwc(64, 64, 2), DenseNhwc(64, 32, 4, 8))
           if dense.refusal(asked(case, KINDS[i % len(KINDS)]), config) is None),
     ],
-    noted=[(case, mode, config) for case in SHAPES[:4] for mode, config in zip(KINDS, (DenseNhwc(128, 96, 3), DenseNhwc(64, 64, 2), DenseNhwc(64, 64, 2)), strict=False)],
+    noted=[(case, mode, config) for case in SHAPES[:4] for mode, config in zip(KINDS, (DenseNhwc(128, 96, 3), DenseNhwc(64, 64, 2), DenseNhwc(64, 64, 2)), strict=False)]
+    + [(SLICES, mode, config) for mode, config in zip(KINDS, (DenseNhwc(128, 64, 3), DenseNhwc(128, 96, 3), DenseNhwc(128, 160, 2)), strict=False)
+       if dense.refusal(asked(SLICES, mode), config) is None],
     not_finite=[(case, mode, DenseNhwc(64, 64, 2)) for case in (BASE, SHAPES[10]) for mode in KINDS],
     not_finite_gpu=[(case, mode, config) for case in (BASE, SHAPES[10]) for config in (DenseNhwc(64, 64, 4), DenseNhwc(64, 32, 4, 4)) for mode in KINDS],
     ranged=[(THIN, "tf32 last", DenseNhwc(64, 64, 2), RANGED[::4])],
