@@ -408,7 +408,7 @@ def test_layers_with_borders_take_their_kernels():
 def bordered(problem, rims, device):
     """The configuration with the choice for the wider image, or for the one among zeros and a launch for the rims; None where none is possible."""
     inner = replace(problem, border=None, border_value=0.0) if rims else problem.padded
-    config = engines.Bordered(str(engines.choose(inner, get_device(device))), rims)
+    config = (engines.Rims if rims else engines.Bordered)(str(engines.choose(inner, get_device(device))))
     return config if engines.refusal(problem, config, get_device(device)) is None else None
 
 

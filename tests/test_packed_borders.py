@@ -77,7 +77,7 @@ PACKED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("number", "seed"), [(number, seed) for number in range(len(PACKED)) for seed in range(3)])
+@pytest.mark.parametrize(("number", "seed"), [(number, seed) for number in range(len(PACKED)) for seed in (0, 1 + number % 2)])
 def test_packing_writes_the_border(number, seed):
     ndim, layout, dtype, direction, config = PACKED[number]
     drawn, bordered = drawn_for(config, 100 * number + seed, ndim, layout, dtype, direction, (16, 24) if seed else (20, 21))
@@ -247,7 +247,7 @@ def test_toeplitz_tiles_fill_the_columns_beside_their_rows(seed):
     np.testing.assert_array_equal(simt.computed(problem, config, x, w, b, seeds=(seed,)).astype(np.float64), want)
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(12))
 def test_small_planes_get_their_border_and_give_it_back(seed):
     """All modes on each side, also wider than the image; rows of any length, more planes than a block has, residuals."""
     rng = np.random.default_rng(seed)
@@ -276,9 +276,8 @@ def test_small_planes_get_their_border_and_give_it_back(seed):
     np.testing.assert_array_equal(got.astype(np.float64), want.astype(dtype).astype(np.float64))
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "int8"])
-@pytest.mark.parametrize(("layout", "config"), [
-    ("NCHW", engines.ImplicitGemm(64, 64, 2)), ("NHWC", engines.ImplicitGemm(64, 64, 2)), ("NCHW", engines.ImplicitGemm(128, 64, 3)), ("NCHW", engines.ImplicitGemm(64, 64, 2, 2)),
+@pytest.mark.parametrize(("dtype", "layout", "config"), [
+    ("uint8", "NCHW", engines.ImplicitGemm(64, 64, 2)), ("int8", "NHWC", engines.ImplicitGemm(64, 64, 2)), ("int8", "NCHW", engines.ImplicitGemm(128, 64, 3)), ("uint8", "NCHW", engines.ImplicitGemm(64, 64, 2, 2)),
 ])  # fmt: skip
 def test_an_image_of_bytes_takes_two_products(dtype, layout, config):
     """Its second limb is 0. Whole numbers are exact, others as near as with three products."""
@@ -349,7 +348,7 @@ def test_rims_on_tensor_cores(seed, gradient):
     if gradient:
         problem = ConvProblem.gradient("input", 2, x_shape, w_shape, y_shape, **given)
     inner = engines.ImplicitGemm80(64, 128, 4) if seed % 4 else engines.choose(replace(problem, border=None), Target("sm_90a"))
-    config = engines.Bordered(str(inner), True)
+    config = engines.Rims(str(inner))
     x, w, dy = (rng.integers(-1, 2, shape).astype("float32") for shape in (x_shape, w_shape, y_shape))
     b, drawn = rng.integers(-3, 4, w_shape[0]).astype("float32"), Case(0)
     drawn.ndim, drawn.pads, drawn.modes, drawn.value, drawn.options = 2, pads, modes, 0.0, options
@@ -371,6 +370,6 @@ def test_rims_that_are_not_finite_are_summed_again():
         with np.errstate(all="ignore"):
             want, size = (drawn.by_torch(one(x).astype(float), one(w).astype(float), one(x).astype(float) if gradient else None) for one in (np.asarray, abs))
             want, size = (want[0], size[0]) if gradient else (want, size)
-            got = simt.computed(problem, engines.Bordered(str(engines.ImplicitGemm80(64, 128, 4)), True), x, w)
+            got = simt.computed(problem, engines.Rims(str(engines.ImplicitGemm80(64, 128, 4))), x, w)
             wrong = ~((abs(got - want) <= 1e-6 * size) | (np.isnan(got) & np.isnan(want)) | (got == want.astype("float32")))
         assert not wrong.any() and np.isinf(want).any() and np.isnan(want).any(), np.argwhere(wrong)[:5]

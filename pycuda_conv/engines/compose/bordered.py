@@ -2,22 +2,21 @@
 
 The image is copied with its border, in the arithmetic's type, and another engine convolves the copy. An engine that packs images writes the
 border while it does so: then nothing is copied. The gradient by the input is that of the wider image, whose border is then added to the
-pixels that it shows; or that of an image among zeros, to whose rims a launch adds what the border shows of them. A result of integers is
-rounded behind the other engine.
+pixels that it shows. A result of integers is rounded behind the other engine.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
 
 from pycuda_conv.engines import registry
 from pycuda_conv.engines.base import LAST_RESORT, Config
-from pycuda_conv.engines.compose.delegate import delegate_order, delegate_refusal, moved, parsed, worth_comparing
+from pycuda_conv.engines.compose.delegate import Around, Delegating, delegate_of, moved, parsed
 from pycuda_conv.engines.costs import costs, spread
-from pycuda_conv.engines.layout import border_copy, rims
+from pycuda_conv.engines.layout import border_copy
+from pycuda_conv.engines.limits import Takes, Tiles
 from pycuda_conv.engines.schedule import INPUT, RESULT, WORKSPACE, Arena, Buffer, Schedule
 from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.problem import ConvProblem
@@ -25,19 +24,14 @@ from pycuda_conv.runtime.base import Device, KernelLaunch
 
 
 @dataclass(frozen=True)
-class Bordered(Config):
-    """The configuration for the image with its border, or with `RIMS` for the one among zeros, as text."""
-
-    DELEGATE: str = "Gemm()"
-    RIMS: bool = False
-
-    FORMER: ClassVar[Mapping[str, str]] = {"INNER": "DELEGATE"}
+class Bordered(Delegating):
+    """The configuration for the image with its border, as text."""
 
 
 CONFIGS = (Bordered,)
 LAYOUTS = "NCHW", "NHWC", "CNHW", "CHWN"
 TENSOR_CORES = True
-MOST_VARIANTS = {"cuda": 46, "opencl": 26}
+MOST_VARIANTS = border_copy.MOST_VARIANTS
 
 
 # ---- what runs
@@ -48,18 +42,13 @@ def adapts(problem: ConvProblem) -> bool:
     return True
 
 
-def _padded(problem: ConvProblem, config: Bordered | None = None) -> ConvProblem:
-    """The problem of the other engine as it is launched: on the wider image, or on the one among zeros."""
-    if config is not None and config.RIMS:
-        return replace(problem, border=None, border_value=0.0).launched
+def _padded(problem: ConvProblem) -> ConvProblem:
+    """The problem of the other engine, on the wider image, as it is launched."""
     return problem.padded.launched
 
 
-def refusal(problem: ConvProblem, config: Bordered) -> str | None:
-    """Why `config` can't run `problem`, or None if it can."""
-    if not problem.adapted or problem.upsampled:
-        return "it is for images with borders, and for integers"
-    return (config.RIMS and rims.refusal(problem)) or delegate_refusal(_padded(problem, config), config.DELEGATE)
+TAKES = Takes(("it is for images with borders, and for integers", lambda problem: problem.adapted and not problem.upsampled))
+LEGAL = Tiles(TAKES, Bordered, lambda problem, config: AROUND.fits(problem, config))
 
 
 def alike(problem: ConvProblem, config: Config) -> Config:
@@ -67,10 +56,7 @@ def alike(problem: ConvProblem, config: Config) -> Config:
     if isinstance(config, Bordered):
         return config if problem.adapted else parsed(config.DELEGATE) or config
     takes = registry.adapts(registry.engine_of(config), problem.launched)
-    if takes or not problem.adapted:
-        return config
-    found = Bordered(str(config))
-    return replace(found, RIMS=rims.refusal(problem.launched) is None and copies(problem.launched, found))
+    return Bordered(str(config)) if problem.adapted and not takes else config
 
 
 # ---- launches
@@ -83,10 +69,10 @@ def _folds(problem: ConvProblem, delegate: Config | None) -> bool:
     return delegate is None or not registry.adds_border(problem, delegate)
 
 
-def copies(problem: ConvProblem, config: Bordered) -> bool:
+def copies(problem: ConvProblem, config: Delegating) -> bool:
     """Whether the image, or a gradient by it, is copied by a launch of its own."""
     delegate = parsed(config.DELEGATE)
-    return not config.RIMS and (_copies(problem, delegate) or _folds(problem, delegate))
+    return _copies(problem, delegate) or _folds(problem, delegate)
 
 
 def _copies(problem: ConvProblem, delegate: Config | None) -> bool:
@@ -98,13 +84,8 @@ def _copies(problem: ConvProblem, delegate: Config | None) -> bool:
 
 def schedule(problem: ConvProblem, config: Bordered, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`; they note no moments."""
-    delegate, padded = parsed(config.DELEGATE), _padded(problem, config)
-    assert delegate is not None
-    if config.RIMS:
-        return _with_rims(problem, device, registry.schedule(padded, delegate, device))
-    scratch = Arena(WORKSPACE)
-    reads = registry.adds_border(problem, delegate)
-    made = registry.schedule_with_border(problem, delegate, device) if reads else registry.schedule(padded, delegate, device)
+    delegate, padded, scratch = delegate_of(config), _padded(problem), Arena(WORKSPACE)
+    made = registry.schedule(padded, delegate, device, source=problem if registry.adds_border(problem, delegate) else None)
     places: dict[Buffer, tuple[int, int]] = {}
     first, last = [], []
     if _copies(problem, delegate):
@@ -130,58 +111,22 @@ def schedule(problem: ConvProblem, config: Bordered, device: Device, with_moment
     return Schedule(moved(made.prepare, places), steps, whole, scratch.used, made.filter_bytes, redoes, filter_last=last_form)
 
 
-def _with_rims(problem: ConvProblem, device: Device, made: Schedule) -> Schedule:
-    """The launches of an image among zeros, and behind them the one that adds to its rims."""
-
-    def followed(steps: list[list[KernelLaunch]], filter_last: bool = False) -> list[list[KernelLaunch]]:
-        return [*steps, [rims.launch(problem, device, filter_last)]]
-
-    last = made.filter_last and followed(made.filter_last, True)
-    redoes = made.redoes or problem.direction == "fprop"
-    return replace(made, steps=followed(made.steps), whole=followed(made.whole), redoes=redoes, filter_last=last, moments=None)
-
-
 def sum_order(problem: ConvProblem, config: Bordered) -> Hashable:
     """That of the delegate's engine, for its configurations."""
     delegate = parsed(config.DELEGATE)
-    if delegate is None:
-        return config
     # a kernel that reads the border may cut a row elsewhere
-    reads = not config.RIMS and registry.adds_border(problem, delegate)
-    return delegate_order(_padded(problem, config), config), reads, config.RIMS
+    return AROUND.sum_order(problem, config), delegate is not None and registry.adds_border(problem, delegate)
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each type."""
     yield from border_copy.variants(device)
-    yield from rims.variants(device)
 
 
 # ---- the choice
 
 COST = costs("compose.bordered")
-BEST = 3  # predictions of the other engines that are worth comparing
 SEVERAL = 24  # predictions among which there may be one that needs no copy
-
-
-def filter_key(problem: ConvProblem, config: Bordered) -> Hashable:
-    """That of the delegate."""
-    delegate = parsed(config.DELEGATE)
-    return None if delegate is None else registry.filter_key(_padded(problem, config), delegate)
-
-
-def time(problem: ConvProblem, config: Bordered, device: Device) -> float | None:
-    """Microseconds: the delegate's, and those of the launches around it."""
-    delegate = parsed(config.DELEGATE)
-    us = None if delegate is None else registry.predicted(_padded(problem, config), delegate, device)
-    if us is None or delegate is None:
-        return None
-    return us + (_rims_us(problem, device) if config.RIMS else _overhead_us(problem, delegate, device))
-
-
-def _rims_us(problem: ConvProblem, device: Device) -> float:
-    """Microseconds of the launch that adds to the rims."""
-    return COST.BEGIN + spread(rims.work(problem) / COST.RIMS, device.multiprocessors)
 
 
 def _overhead_us(problem: ConvProblem, delegate: Config | None, device: Device) -> float:
@@ -189,7 +134,7 @@ def _overhead_us(problem: ConvProblem, delegate: Config | None, device: Device) 
     padded, us = _padded(problem), 0.0
     folds = _folds(problem, delegate)
     if delegate is not None and registry.adds_border(problem, delegate):
-        us += registry.border_time(problem, delegate)
+        us += registry.engine_of(delegate).border_time(problem, delegate)
     wide = padded.result_shape if folds else padded.input_shape
     moved_bytes = 0
     if _copies(problem, delegate):
@@ -204,36 +149,22 @@ def _overhead_us(problem: ConvProblem, delegate: Config | None, device: Device) 
     return us + spread(moved_bytes / COST.MEMORY, device.multiprocessors)
 
 
-def configs(problem: ConvProblem, device: Device) -> Iterator[Bordered]:
-    """The configurations worth comparing for `problem`, around those of the other engines."""
-    if problem.adapted:
-        yield from map(Bordered, worth_comparing(_padded(problem), device, BEST))
-    if rims.refusal(problem) is None:
-        zeros = worth_comparing(_padded(problem, Bordered(RIMS=True)), device, BEST)
-        yield from (Bordered(delegate, True) for delegate in zeros)
+AROUND: Around = Around(_padded, _overhead_us, lambda _: Bordered, lambda problem: problem.adapted)
 
 
-def choose(problem: ConvProblem, device: Device) -> tuple[float, Bordered] | None:
+def choose(problem: ConvProblem, device: Device) -> tuple[float, Config] | None:
     """The other engines' choice for the image with its border, behind the microseconds that it should take.
 
     Where that needs a copy of the image, the best that needs none is compared with it.
     """
-    delegate = registry.find(_padded(problem), device) if problem.adapted else None
-    if delegate is None:
-        return None
-    found = Bordered(str(delegate))
-    us = time(problem, found, device)
-    if us is None:
-        return LAST_RESORT, found
+    chosen = AROUND.choose(problem, device)
+    if chosen is None or chosen[0] == LAST_RESORT:
+        return chosen
+    us, found = chosen
     if copies(problem, found):
         for _, other in registry.predictions(_padded(problem), device)[:SEVERAL]:
             if not copies(problem, Bordered(str(other))):
-                its = time(problem, Bordered(str(other)), device)
+                its = AROUND.time(problem, Bordered(str(other)), device)
                 if its is not None and its < us:
                     us, found = its, Bordered(str(other))
-    if rims.refusal(problem) is None:
-        among_zeros = registry.find(_padded(problem, Bordered(RIMS=True)), device)
-        its = None if among_zeros is None else time(problem, Bordered(str(among_zeros), True), device)
-        if its is not None and its < us:
-            us, found = its, Bordered(str(among_zeros), True)
     return us, found

@@ -14,12 +14,13 @@ from pycuda_conv.engines.geometry import (
     ceil,
     filter_last_strides,
     filter_strides,
+    finish,
     near_sides,
     needs_64_bits,
     read_strides,
     written_strides,
 )
-from pycuda_conv.engines.schedule import OPERANDS, finish, grid_refusal
+from pycuda_conv.engines.schedule import OPERANDS, grid_refusal
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, products
 from pycuda_conv.engines.variants import FLAG, Defines, VariantSet
