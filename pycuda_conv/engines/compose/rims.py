@@ -1,6 +1,6 @@
 """Convolutions with a border of the image's own pixels, by another engine as if there were zeros, and a launch for the results at the rims.
 
-``cu/layout/rims.cu`` and ``cu/mma/rims_product.cu`` compute the few rows and columns of a result that the border changes once more. To those
+``cu/layout/rims.cu`` and ``cu/mma/rims_product.cu`` compute the few rows and columns of a result that the border changes again. To those
 of a gradient by the input they add what the border shows. So no array of the wider image is written.
 """
 
