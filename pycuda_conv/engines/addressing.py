@@ -115,9 +115,10 @@ class PhaseAddressing:
     dilation: Size3
     base: Size3
     step: Size3
-    #: the spatial axes that the loads need, and whether they see all images as one row of pixels
+    #: the spatial axes that the loads need; whether they see all images as one row of pixels, or the slices of one image as images
     spatial_dims: int
     flat: bool
+    frames: bool = False
 
 
 def _channels_a_load(channels: int, whole: bool = False) -> int:
@@ -127,8 +128,12 @@ def _channels_a_load(channels: int, whole: bool = False) -> int:
     return min(loads, key=lambda load: ceil(channels, load) * load * {64: 1.0, 32: 1.1, 16: 1.4}[load])
 
 
-def phase_addressing(problem: ConvProblem, phase: Phase, packed: PackedLayout) -> PhaseAddressing | None:
-    """What `phase` reads of images with the layout `packed`, or None if tensor loads can't do so."""
+def phase_addressing(problem: ConvProblem, phase: Phase, packed: PackedLayout, by_frames: bool = False) -> PhaseAddressing | None:
+    """What `phase` reads of images with the layout `packed`, or None if tensor loads can't do so.
+
+    With `by_frames` the slices of a single image count as images, whose numbers taps along the first axis change: loads with two axes are
+    faster than those with three, and may have wider borders.
+    """
     axes = []
     for i in range(3):
         if phase.dilation[i] >= 0:
@@ -142,6 +147,8 @@ def phase_addressing(problem: ConvProblem, phase: Phase, packed: PackedLayout) -
     flat = all(trivial) and packed.window is None
     of_line, of_plane = flat or (trivial[0] and trivial[1] and packed.size[:2] == (1, 1)), trivial[0] and packed.size[0] == 1
     spatial_dims = 1 if of_line else 2 if of_plane else 3
+    frames = by_frames and spatial_dims == 3 and problem.N == 1 and stride[0] == 1
+    spatial_dims = 2 if frames else spatial_dims
     if not flat:
         for i in range(3 - spatial_dims, 3):
             (lowest, highest), furthest = CORNERS[spatial_dims], OFFSETS[spatial_dims]
@@ -149,7 +156,7 @@ def phase_addressing(problem: ConvProblem, phase: Phase, packed: PackedLayout) -
             reach = (max(taps[i], 1) - 1) * dilation[i]
             if not lowest <= low[i] <= highest or not lowest <= upper <= highest or reach > furthest or stride[i] > MOST_STRIDE:
                 return None
-    return PhaseAddressing(phase, taps, stride, low, dilation, base, step, spatial_dims, flat)
+    return PhaseAddressing(phase, taps, stride, low, dilation, base, step, spatial_dims, flat, frames)
 
 
 @lru_cache(maxsize=1024)

@@ -23,6 +23,9 @@ SHAPES = [
     dgrad((1, 16, 3, 4, 3), (16, 24, 3, 2, 3), stride=2, padding=(1, 0, 1)),
     # phases that are repeats of others: all of one, and of several
     dgrad((2, 72, 5, 3), (72, 16, 4, 4), stride=4), dgrad((2, 24, 13), (24, 40, 16), stride=8, padding=4), dgrad((1, 16, 2, 3), (16, 24, 8, 4), stride=(4, 2), padding=(2, 1)),
+    # slices of a single image count as images: more of them or fewer than are read, and taps in front of the first and behind the last
+    fprop((1, 72, 5, 4, 6), (40, 72, 3, 3, 3), padding=((2, 0), (1, 1), (1, 1))), fprop((1, 16, 9, 5, 3), (24, 16, 4, 1, 3), padding=((1, 2), (0, 0), (1, 1)), stride=(1, 2, 1), dilation=(2, 1, 1)),
+    dgrad((1, 24, 4, 5, 6), (24, 40, 3, 3, 2), padding=(2, 1, 0)),
     # groups, whose channels fill rows of 128 bytes
     fprop((2, 128, 5, 6), (192, 64, 3, 3), padding=1, groups=2), fprop((1, 192, 7, 5), (192, 64, 3, 2), stride=2, padding=1, groups=3),
 ]  # fmt: skip

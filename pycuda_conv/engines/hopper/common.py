@@ -48,7 +48,8 @@ def image_map(
         stride, low, upper, offset = [1], [0], [0], 0
     else:
         inner = range(2, 2 - addressing.spatial_dims, -1)  # W first
-        axes, images, strides = [unpacked.size[i] for i in inner], problem.N, [pixel]
+        axes, strides = [unpacked.size[i] for i in inner], [pixel]
+        images = problem.N if not addressing.frames else part[1][0] if part else unpacked.size[0]
         for size in axes:
             strides.append(strides[-1] * size)
         stride, low = [addressing.stride[i] for i in inner], [addressing.low[i] for i in inner]
@@ -122,7 +123,7 @@ def map_type(problem: ConvProblem) -> str:
 def load_base(problem: ConvProblem, addressing: PhaseAddressing) -> dict[str, int]:
     """The arguments of ``LoadBase`` in ``cu/hopper/ptx.cuh``. With `addressing.flat` all images count as one row of pixels."""
     _, height, width = addressing.phase.size
-    plane = math.prod(addressing.phase.size)
+    plane = height * width if addressing.frames else math.prod(addressing.phase.size)
     stride, low = ((1, 1, 1), (0, 0, 0)) if addressing.flat else (addressing.stride, addressing.low)
     whole = (problem.N * plane,) * 3 if addressing.flat else (plane, height * width, width)
     counts = dict(zip(("load_plane", "load_pq", "load_q"), whole, strict=True))

@@ -114,7 +114,7 @@ def _form(problem: ConvProblem) -> tuple[PackedLayout, tuple[PhaseAddressing, ..
     """
     load = stage_channels(problem)
     unpacked = PackedLayout(True, 0, (1, 1, 1), problem.operand_size, problem.operand_channels, load, problem.filter_size)
-    every = [phase_addressing(problem, phase, unpacked) for phase in first_phases(problem)]
+    every = [phase_addressing(problem, phase, unpacked, by_frames=True) for phase in first_phases(problem)]
     found = [addressing for addressing in every if addressing is not None]
     return (unpacked, tuple(sorted(found, key=lambda one: -math.prod(one.taps)))) if len(found) == len(every) else None
 
