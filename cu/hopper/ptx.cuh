@@ -78,10 +78,9 @@ struct LoadBase {
     d = slice.quotient * (int)shape.stride_d + (int)shape.low_d;
   }
 };
-// With two axes slices count as images (`frames` of PhaseAddressing); an image without depth is one slice.
 DEVICE void load_im2col(int axes, uint32_t to, const CUtensorMap* map, uint32_t barrier, int c, const LoadBase& base, int s, int r, int t) {
   if (axes == 1) load_im2col<1>(to, map, barrier, c, base.w, base.h, base.d, base.image, s, r, t);
-  if (axes == 2) load_im2col<2>(to, map, barrier, c, base.w, base.h, base.d, base.image + base.d + t, s, r, t);
+  if (axes == 2) load_im2col<2>(to, map, barrier, c, base.w, base.h, 0, base.image + base.d + t, s, r, 0);  // a volume's slices may count as images
   if (axes == 3) load_im2col<3>(to, map, barrier, c, base.w, base.h, base.d, base.image, s, r, t);
 }
 
