@@ -30,7 +30,7 @@ SHAPES = [
     fprop((2, 128, 5, 6), (192, 64, 3, 3), padding=1, groups=2), fprop((1, 192, 7, 5), (192, 64, 3, 2), stride=2, padding=1, groups=3),
 ]  # fmt: skip
 #: One of each kind: the small and the large, of a cluster and alone, whole blocks of 64 channels and not.
-TILES = (DenseNhwc(64, 64, 2), DenseNhwc(128, 96, 3), DenseNhwc(64, 32, 4, 8), DenseNhwc(128, 128, 3, 2), DenseNhwc(128, 256, 2), DenseNhwc(64, 32, 3))
+TILES = (DenseNhwc(64, 64, 2), DenseNhwc(128, 96, 3), DenseNhwc(64, 32, 4, 8), DenseNhwc(128, 128, 3, 2), DenseNhwc(128, 256, 2), DenseNhwc(64, 32, 3), DenseNhwc(192, 96, 2))
 
 
 def tiles(case, mode):
@@ -87,7 +87,7 @@ CASES = Cases(
         (fprop((0, 8, 4, 4), (4, 8, 1, 1)), "fp16 last", DenseNhwc(), "nothing to compute"), (fprop((2, 12, 4, 4), (4, 12, 1, 1)), "fp16 last", DenseNhwc(), "multiple of 16 bytes"),
         (fprop((2, 8, 2**15, 2**15), (4, 8, 1, 1)), "fp16 last", DenseNhwc(), "32 bits"), (fprop((1, 16, 6, 300), (8, 16, 2, 2), dilation=(3, 256)), "fp16 last", DenseNhwc(), "padding or dilation"),
         (GROUPED, "fp16 last", DenseNhwc(64, 32), "lies in one group"), (replace(GROUPED, transposed=True, weight_shape=(128, 40, 3, 3)), "fp16 last", DenseNhwc(), "takes groups forward"),
-        (BASE, "fp16 last", DenseNhwc(96), "BLOCK_M must be one of 64, 128"), (BASE, "fp16 last", DenseNhwc(64, 160), "up to 128"), (BASE, "fp16 last", DenseNhwc(128, 80), "32, 64, 96"),
+        (BASE, "fp16 last", DenseNhwc(96), "BLOCK_M must be one of 64, 128, 192"), (BASE, "fp16 last", DenseNhwc(64, 160), "up to 128"), (BASE, "fp16 last", DenseNhwc(128, 80), "32, 64, 96"),
         (BASE, "fp16 last", DenseNhwc(64, 64, 4, 3), "CLUSTER must be one of 1, 2, 4, 8"), (BASE, "fp16 last", DenseNhwc(128, 160, 4, 2), "share tiles"), (BASE, "fp16 last", DenseNhwc(128, 128, 2, 2), "no room for the sums"),
         (BASE, "fp16 last", DenseNhwc(128, 256, 6), "bytes of shared memory"), (BASE, "fp16 last", DenseNhwc(64, 64, 1), "bytes of shared memory"),
     ],
