@@ -9,6 +9,7 @@ from ranges import SCENARIOS
 from reference import dgrad, fprop
 
 from cases import Broken, Cases, Layers
+from pycuda_conv import ConvProblem
 from pycuda_conv.engines.hopper import dense
 from pycuda_conv.engines.hopper.dense import DenseNhwc
 
@@ -51,6 +52,8 @@ RANGED = [one for one in SCENARIOS if one != "subnormals"]
 CHANNELS = [fprop((3, 32, 9, 11), (channels, 32, 3, 3), padding=1) for channels in (72, 21, 20)]  # written four at once, and one at a time
 BASE = SHAPES[0]
 GROUPED = replace(BASE, input_shape=(2, 128, 9, 8), weight_shape=(80, 64, 3, 3), options={"groups": 2, "padding": 1})
+#: A decoder's of videos: a padding on one side of the frames, and more channels than rows of 128 bytes hold.
+VIDEO = [ConvProblem.forward(3, (1, c, 68, 256, 256), (96, c, 3, 3, 3), padding=((2, 0), (1, 1), (1, 1)), dtype="bfloat16", layout="NHWC") for c in (96, 192)]
 
 CASES = Cases(
     engine=dense,
@@ -91,6 +94,7 @@ CASES = Cases(
         (BASE, "fp16 last", DenseNhwc(64, 64, 4, 3), "CLUSTER must be one of 1, 2, 4, 8"), (BASE, "fp16 last", DenseNhwc(128, 160, 4, 2), "share tiles"), (BASE, "fp16 last", DenseNhwc(128, 128, 2, 2), "no room for the sums"),
         (BASE, "fp16 last", DenseNhwc(128, 256, 6), "bytes of shared memory"), (BASE, "fp16 last", DenseNhwc(64, 64, 1), "bytes of shared memory"),
     ],
+    chosen=[(problem, True) for problem in VIDEO],
     layers=Layers(
         ["dense 3x3", "dense 1x1", "small batch", "volume", "upsampling", "odd"],
         [("fprop", ("float32", "tf32", "NHWC")), ("dgrad", ("bfloat16", "fp32", "NHWC")), ("dgrad", ("float32", "tf32", "NHWC"))], each=4, least=30,

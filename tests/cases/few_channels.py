@@ -47,6 +47,7 @@ RANGED = [(THIN, "fp32 last", FewChannels(24), SCENARIOS), (THIN, "tf32 last", F
 BASE = SHAPES[1]
 LAST = ConvProblem.forward(2, (8, 16, 256, 256), (1, 16, 7, 7), padding=3, dtype="float16", layout="NHWC")
 FIRST = ConvProblem.gradient("input", 2, (16, 3, 224, 224), (64, 3, 7, 7), (16, 64, 112, 112), stride=2, padding=3, dtype="float16", layout="NHWC")
+VIDEO = ConvProblem.forward(3, (1, 96, 68, 256, 256), (3, 96, 3, 3, 3), padding=((2, 0), (1, 1), (1, 1)), dtype="bfloat16", layout="NHWC")
 
 CASES = Cases(
     engine=fc,
@@ -73,7 +74,7 @@ CASES = Cases(
         (BASE.problem("float64"), FewChannels(), "float16"),
     ],
     chosen=[
-        (LAST, True), (FIRST, True),
+        (LAST, True), (FIRST, True), (VIDEO, True),
         (ConvProblem.forward(2, (8, 128, 56, 56), (128, 128, 3, 3), padding=1, dtype="float16", layout="NHWC"), False),
     ],
     layers=Layers(
