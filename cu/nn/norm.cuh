@@ -8,8 +8,9 @@
 //
 // Sums are float32 and in the same order every time. Those of an image and group depend on nothing else, so a batch's size changes no bit of them.
 // A thread sums deviations from its own first number, which is one of those summed. So n (first - mean)^2 is at most n times their squared deviations,
-// and of a mean of a thousand standard deviations a few bits go, not all of them. What threads have is combined by means and squared deviations: Chan,
-// Golub, LeVeque, 'Updating formulae and a pairwise algorithm for computing sample variances' (1979).
+// and of a mean of a thousand standard deviations a few bits go, not all of them. Threads of a block agree on their mean, and add their deviations from
+// that. What blocks have is combined by means and squared deviations: Chan, Golub, LeVeque, 'Updating formulae and a pairwise algorithm for computing
+// sample variances' (1979).
 #pragma once
 #ifndef TYPE
 #define TYPE 17  // of x and out: 16 half, 17 bfloat16, 32 float
@@ -139,23 +140,6 @@ struct Moments {
     mean += step * part;
     squares += other.squares + step * step * n * part;
     n = all;
-  }
-  DEVICE Moments of_lane(int mask) const {
-    Moments there;
-    there.n = __shfl_xor_sync(~0u, n, mask);
-    there.mean = __shfl_xor_sync(~0u, mean, mask);
-    there.squares = __shfl_xor_sync(~0u, squares, mask);
-    return there;
-  }
-  // all lanes whose numbers differ in the bits from `from` up to 32
-  DEVICE void add_lanes(int from) {
-    for (int mask = 16; mask >= from; mask /= 2) {
-      const Moments there = of_lane(mask);
-      const Moments low = threadIdx.x & mask ? there : *this;  // the same order in both lanes
-      const Moments high = threadIdx.x & mask ? *this : there;
-      *this = low;
-      add(high);
-    }
   }
 };
 // the moments of n numbers whose deviations from `first`, and their squares, sum to these

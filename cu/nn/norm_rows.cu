@@ -153,16 +153,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
         count += VEC;
       }
   }
-  __shared__ Moments noted[WARPS];
-  Moments m = moments_of(count, first - near, all, squares);
-  m.add_lanes(1);
-  if (threadIdx.x % 32 == 0) noted[threadIdx.x / 32] = m;
-  __syncthreads();
+  // the mean of the slice, and the deviations from it: a thread's own are from its own first number
+  __shared__ float2 room[2][WARPS];
+  const float mean = add_row(make_float2(count > 0 ? fmaf(count, first - near, all) : 0, 0), room[0], THREADS).x / (float)(end - start), off = first - near - mean;
+  const float square = add_row(make_float2(count > 0 ? fmaf(off, fmaf(count, off, 2 * all), squares) : 0, 0), room[1], THREADS).x;
   if (threadIdx.x) return;
-  m = noted[0];
-  for (int w = 1; w < WARPS; ++w) m.add(noted[w]);
-  parts[2 * blockIdx.x] = m.mean;
-  parts[2 * blockIdx.x + 1] = m.squares;
+  parts[2 * blockIdx.x] = mean;
+  parts[2 * blockIdx.x + 1] = square < 0 ? 0 : square;  // a NaN stays one
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
