@@ -177,18 +177,29 @@ struct Stand {
   }
 };
 
+// Where warps and columns leave their sums. 33: threads that add read other banks.
+struct GroupRoom {
+  float2 of_warp[WARPS][33], of_column[32];
+};
+
 // Adds, over the threads of a block that have columns of the same group, two numbers each; all of them get the sums.
-DEVICE float2 add_group(float2 v, float2 (&room)[WARPS][32], int own, int width, int first, int count) {
+DEVICE float2 add_group(float2 v, GroupRoom& room, int own, int width, int first, int count) {
   for (int mask = 16; mask >= width; mask /= 2) {
     v.x += __shfl_xor_sync(~0u, v.x, mask);
     v.y += __shfl_xor_sync(~0u, v.y, mask);
   }
-  if (threadIdx.x % 32 < width) room[threadIdx.x / 32][own] = v;
+  if (threadIdx.x % 32 < width) room.of_warp[threadIdx.x / 32][own] = v;
+  __syncthreads();
+  const int column = threadIdx.x / WARPS, part = threadIdx.x % WARPS;  // of the 32 columns, each with a thread for each warp
+  v = column < width ? room.of_warp[part][column] : make_float2(0, 0);
+  for (int mask = WARPS / 2; mask; mask /= 2) {
+    v.x += __shfl_xor_sync(~0u, v.x, mask);
+    v.y += __shfl_xor_sync(~0u, v.y, mask);
+  }
+  if (part == 0) room.of_column[column] = v;
   __syncthreads();
   v = make_float2(0, 0);
 #pragma unroll 1
-  for (int i = 0; i < count; ++i)
-#pragma unroll
-    for (int w = 0; w < WARPS; ++w) v.x += room[w][first + i].x, v.y += room[w][first + i].y;
+  for (int i = 0; i < count; ++i) v.x += room.of_column[first + i].x, v.y += room.of_column[first + i].y;
   return v;
 }

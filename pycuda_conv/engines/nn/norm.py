@@ -7,7 +7,7 @@ alone, so a batch's size changes no bit of its statistics.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -43,8 +43,10 @@ LEAST_BYTES = 32
 CLUSTERS = (1, 2, 4, 8)
 #: Bytes that a thread reads at once below which `SMALL` takes no larger image than this.
 NARROW, MOST_NARROW = 8, 64 << 10
-#: Most bytes that a block of `SMALL` keeps in shared memory, and how many a cluster of more blocks should leave to each.
+#: Most bytes that :data:`THREADS` of `SMALL` keep in shared memory, and how many a cluster of more blocks should leave to so many.
 MOST_BYTES, ENOUGH_BYTES = 32 << 10, 16 << 10
+#: Threads of a block of `SMALL`. Blocks of clusters begin one after the other, 19 ns each (H200), so there should be few.
+SMALL_THREADS = 1024, 512, 256
 #: Items of a thread that has a part of a row, threads of a block for longer rows, and blocks of a multiprocessor that take all rows.
 ROW_ITEMS, LONG_THREADS, ROW_BLOCKS = 4, 1024, 6
 
@@ -110,10 +112,11 @@ class Norm:
 
 @dataclass(frozen=True)
 class Small:
-    """How one launch takes small planes: neighbours that a thread reads, columns of a block, blocks of a cluster, bytes kept."""
+    """How one launch takes small planes: neighbours of a thread, columns and threads of a block, blocks of a cluster, bytes of a block."""
 
     vector: int
     across: int
+    threads: int
     cluster: int
     nbytes: int
 
@@ -134,8 +137,8 @@ def _power(n: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def small_of(norm: Norm, clusters: tuple[int, ...] = CLUSTERS) -> Small | None:
-    """How one launch takes a norm with the channels last; None if it does not fit."""
+def small_of(norm: Norm, clusters: tuple[int, ...] = CLUSTERS, sizes: tuple[int, ...] = (THREADS,)) -> Small | None:
+    """How one launch takes a norm with the channels last, by blocks of one of some `sizes`, the largest first; None if it does not fit."""
     vector = vector_of(norm.each, norm.itemsize)
     own = norm.each // vector
     if norm.in_rows or own > MOST_COLUMNS:
@@ -150,11 +153,17 @@ def small_of(norm: Norm, clusters: tuple[int, ...] = CLUSTERS) -> Small | None:
                 break
     width = _power(across)
 
-    def kept(cluster: int) -> int:
-        return ceil(ceil(norm.P, cluster), THREADS // width) * THREADS * vector * norm.itemsize
+    def kept(cluster: int, threads: int) -> int:
+        return ceil(ceil(norm.P, cluster), threads // width) * threads * vector * norm.itemsize
 
-    cluster = next((n for n in clusters[::-1] if kept(n) >= ENOUGH_BYTES), 1)
-    return Small(vector, across, cluster, kept(cluster)) if kept(cluster) <= MOST_BYTES else None
+    def enough(threads: int) -> int:
+        return next((n for n in clusters[::-1] if kept(n, threads) >= ENOUGH_BYTES * threads // THREADS), 0)
+
+    if kept(enough(THREADS) or 1, THREADS) > MOST_BYTES:
+        return None
+    threads = next((n for n in sizes if enough(n)), THREADS)
+    cluster = enough(threads) or 1
+    return Small(vector, across, threads, cluster, kept(cluster, threads))
 
 
 @dataclass(frozen=True)
@@ -260,11 +269,11 @@ def forward(norm: Norm, multiprocessors: int, form: str = "", clusters: tuple[in
     form = form or form_of(norm, clusters)
     of_rows, of_planes = (0, 1, 2, 4, 5), (0, 1, 2, 3, 4, 5)
     if form == SMALL:
-        small = small_of(norm, clusters)
+        small = small_of(norm, clusters, SMALL_THREADS)
         assert small is not None
-        cut = Cut.of_small(norm, small)
-        defines, grid = cut.defines() | {"CLUSTER": small.cluster}, norm.N * cut.tiles * small.cluster
-        return [KernelLaunch("norm_small", defines, grid, THREADS, of_planes, (), shared=small.nbytes, arguments=cut.shape())], 0
+        cut, threads = Cut.of_small(norm, small), small.threads
+        defines, grid = cut.defines(threads) | {"CLUSTER": small.cluster}, norm.N * cut.tiles * small.cluster
+        return [KernelLaunch("norm_small", defines, grid, threads, of_planes, (), shared=small.nbytes, arguments=cut.shape())], 0
     if form == ROWS:
         found = rows_of(norm)
         assert found is not None
@@ -396,7 +405,7 @@ def compiled(norm: Norm, device: Device, form: str = "", gradient: bool = False)
 
 
 #: The most texts, as an engine says it.
-MOST_VARIANTS = {"cuda": 96}
+MOST_VARIANTS = {"cuda": 104}
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
@@ -407,6 +416,11 @@ def variants(device: Device) -> Iterator[VariantSet]:
         alone = common | {"THREADS": (THREADS,)}
         yield VariantSet("norm_planes", alone)
         yield VariantSet("norm_gradients", alone)
-        yield VariantSet("norm_small", alone | {"CLUSTER": clusters})
+        yield VariantSet("norm_small", common | {"THREADS": SMALL_THREADS, "CLUSTER": clusters[:3]}, _is_launched)
         yield VariantSet("norm_small_gradients", alone | {"CLUSTER": clusters})
         yield VariantSet("norm_rows", common | {"THREADS": (THREADS, LONG_THREADS)})
+
+
+def _is_launched(d: Mapping[str, int]) -> bool:
+    """Whether a norm of small planes is ever launched with these defines: clusters are of the largest blocks."""
+    return d["CLUSTER"] == 1 or d["THREADS"] == SMALL_THREADS[0]
