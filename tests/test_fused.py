@@ -121,6 +121,7 @@ def near(got, ref, tolerance: float, scale=None) -> None:
     assert (error <= tolerance * scale).all(), f"off by {np.nanmax(error):.3g} of {np.max(scale):.3g}, {np.max(error / scale):.3g} of it"
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("tracked", [None, 4], ids=["momentum", "cumulative"])
 def test_statistics(kernels, tracked):
     y, eps, momentum = kernels.normals(mean=0.5), 1e-3, 0.3
@@ -261,6 +262,7 @@ def test_activations_of_huge_values_have_finite_gradients(device, activation):
     near(dy, v.grad, 1e-5)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("summed", [False, True], ids=["alone", "with a residual"])
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("relu", [True, False])
@@ -280,6 +282,7 @@ def test_forward(kernels, relu, affine, summed):
 BACKWARDS = [(relu, summed, of_batch, of_batch == (relu == summed)) for relu in (True, False) for summed in (False, True) for of_batch in (True, False)]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(("relu", "summed", "of_batch", "affine"), BACKWARDS)
 def test_backward(kernels, relu, summed, of_batch, affine):
     y, dout, mean, invstd = kernels.normals(1, mean=1), kernels.normals(2), kernels.of_channel(1), kernels.of_channel(2)
