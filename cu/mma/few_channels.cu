@@ -300,30 +300,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, PRODUCTS == 1 && WIDE_LOAD
           row_ahead += (int)arg.row_step;
         }
       };
-  #pragma unroll
+#pragma unroll
       for (int i = 0; i < DEEP; ++i)
         if (i < count) load_next(ring[i]);
       for (int at = 0; at < count; at += DEEP) {
-  #pragma unroll
+#pragma unroll
         for (int i = 0; i < DEEP; ++i) {
           if (at + i < count) {
             Factors pixels[PIXEL_TILES][2];
-  #pragma unroll
+#pragma unroll
             for (int tile = 0; tile < PIXEL_TILES; ++tile)
-  #pragma unroll
+#pragma unroll
               for (int half = 0; half < 2; ++half) pixels[tile][half] = Factors(ring[i].of[tile][half], false);
             if (at + i + DEEP < count) load_next(ring[i]);
-  #pragma unroll
+#pragma unroll
             for (int row = 0; row < ROWS; ++row) {
               const int tap = row_now - row * (int)arg.rows_apart;
               if ((unsigned)tap < (unsigned)taps) {
                 const uint32_t by = filter_now - row * y_row_bytes;
-  #pragma unroll
+#pragma unroll
                 for (int column = 0; column < COLUMN_TILES; ++column) {
                   Channels channels;
                   load_shared(channels, by + column * 512);
                   const Factors factor(channels, PRODUCTS == 1);
-  #pragma unroll
+#pragma unroll
                   for (int tile = 0; tile < PIXEL_TILES; ++tile) multiply_step(sums[row][column][tile], pixels[tile], factor);
                 }
               }
