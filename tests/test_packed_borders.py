@@ -75,7 +75,7 @@ PACKED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("number", "seed"), [(number, seed) for number in range(len(PACKED)) for seed in range(3)])
+@pytest.mark.parametrize(("number", "seed"), [(number, seed) for number in range(len(PACKED)) for seed in (0, 1 + number % 2)])
 def test_packing_writes_the_border(number, seed):
     ndim, layout, dtype, direction, config = PACKED[number]
     drawn, bordered = drawn_for(config, 100 * number + seed, ndim, layout, dtype, direction, (16, 24) if seed else (20, 21))
@@ -158,11 +158,11 @@ def test_copies_for_gradients_of_filters_of_channels_last(groups):
     np.testing.assert_array_equal(simt.computed(problem, config, x, dy).astype(np.float64), want)
 
 
-@pytest.mark.parametrize("seed", range(18))
+@pytest.mark.parametrize("seed", range(14))
 def test_dense_tiles_take_other_pixels_at_the_sides(seed):
     """Rows, columns and corners by taps of their own offsets: paddings, strides, dilations, sides of zeros, no interior, large images' ends."""
     rng = np.random.default_rng(1000 + seed)
-    ndim, dtype = (2, 2, 1, 2, 3, 2, 2)[seed % 7] if seed < 14 else 3, ("float16", "bfloat16", "float16")[seed % 3]
+    ndim, dtype = (2, 2, 1, 2, 3, 2, 2)[seed % 7], ("float16", "bfloat16", "float16")[seed % 3]
     taps = [int(n) for n in rng.integers(1, 4, ndim)]
     dilation, stride = (int(rng.integers(1, 3)) for _ in range(2))
     size = [int(n) for n in rng.integers(5, (300, 12, 6)[ndim - 1], ndim)]
@@ -174,8 +174,8 @@ def test_dense_tiles_take_other_pixels_at_the_sides(seed):
     pads, modes = ((1, pads[0][1]), *pads[1:]), ((str(rng.choice(NEAR[1:])), modes[0][1]), *modes[1:])
     c, k = (24, 40) if seed % 2 else (64, 64 if seed % 4 else 72)
     size = [max(n, dilation * (t - 1) + 1) for n, t in zip(size, taps, strict=True)]
-    x_shape, w_shape = (2 if seed < 14 else 1, c, *size), (k, c, *taps)  # the slices of a single volume are loaded as images
-    options = {"stride": (1, stride, stride) if seed >= 14 else stride, "dilation": dilation}
+    x_shape, w_shape = (2, c, *size), (k, c, *taps)
+    options = {"stride": stride, "dilation": dilation}
     problem = ConvProblem.forward(ndim, x_shape, w_shape, (k,), padding=pads, padding_mode=modes, dtype=dtype, layout="NHWC", **options)
     x, w, b = (rng.integers(-2, 3, shape).astype(dtype) for shape in (x_shape, w_shape, (k,)))
     want = reference(False, ndim, padded(x.astype(np.float64), pads, modes), w, b, **options)
@@ -245,7 +245,7 @@ def test_toeplitz_tiles_fill_the_columns_beside_their_rows(seed):
     np.testing.assert_array_equal(simt.computed(problem, config, x, w, b, seeds=(seed,)).astype(np.float64), want)
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(12))
 def test_small_planes_get_their_border_and_give_it_back(seed):
     """All modes on each side, also wider than the image; rows of any length, more planes than a block has, residuals."""
     rng = np.random.default_rng(seed)
@@ -274,9 +274,8 @@ def test_small_planes_get_their_border_and_give_it_back(seed):
     np.testing.assert_array_equal(got.astype(np.float64), want.astype(dtype).astype(np.float64))
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "int8"])
-@pytest.mark.parametrize(("layout", "config"), [
-    ("NCHW", engines.ImplicitGemm(64, 64, 2)), ("NHWC", engines.ImplicitGemm(64, 64, 2)), ("NCHW", engines.ImplicitGemm(128, 64, 3)), ("NCHW", engines.ImplicitGemm(64, 64, 2, 2)),
+@pytest.mark.parametrize(("dtype", "layout", "config"), [
+    ("uint8", "NCHW", engines.ImplicitGemm(64, 64, 2)), ("int8", "NHWC", engines.ImplicitGemm(64, 64, 2)), ("int8", "NCHW", engines.ImplicitGemm(128, 64, 3)), ("uint8", "NCHW", engines.ImplicitGemm(64, 64, 2, 2)),
 ])  # fmt: skip
 def test_an_image_of_bytes_takes_two_products(dtype, layout, config):
     """Its second limb is 0. Whole numbers are exact, others as near as with three products."""

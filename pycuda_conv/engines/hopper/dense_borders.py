@@ -138,29 +138,26 @@ def regions(source: ConvProblem) -> tuple[Region, ...] | None:
         return None
     boxes = list(product(*axes))
     flat = source.input_size[:2] == source.output_size[:2] == source.filter_size[:2] == (1, 1)
-    frames = source.has_depth and source.N == 1 and source.stride[0] == 1  # slices count as images
-    dims = 1 if flat else 3 if source.has_depth and not frames else 2
-    found = [_region(source, box, dims, frames) for box in boxes]
+    dims = 1 if flat else 2 if not source.has_depth else 3
+    found = [_region(source, box, dims) for box in boxes]
     return None if None in found else tuple(region for region in found if region is not None)
 
 
-def _region(source: ConvProblem, box: tuple[_Segment, ...], dims: int, frames: bool) -> Region | None:
+def _region(source: ConvProblem, box: tuple[_Segment, ...], dims: int) -> Region | None:
     """The region of a box; None if tensor loads can't make it."""
     stride = size3([steps if one.size > 1 else 1 for steps, one in zip(source.stride, box, strict=True)])
     size, low, ones = size3([one.size for one in box]), size3([one.low for one in box]), (1, 1, 1)
     lowest, highest = CORNERS[dims]
     for i in range(3 - dims, 3):
         upper = low[i] + (size[i] - 1) * stride[i] - (box[i].length - 1)
-        if not lowest <= low[i] <= highest or not lowest <= upper <= highest or max(box[i].offsets) > OFFSETS[dims]:
+        if not lowest <= low[i] <= highest or not lowest <= upper <= highest or max(box[i].offsets) > min(OFFSETS[dims], 255):
             return None
-    if max(chain(*(one.offsets for one in box))) > 255:  # a byte of a word
-        return None
     pad, taps = size3([-one.low for one in box]), size3([len(one.taps) for one in box])
     interior = all(one.interior for one in box)
     backwards = interior and source.direction == "dgrad"
     base = size3([tap - 1 for tap in taps]) if backwards else (0, 0, 0)
     phase = Phase(size, size3([one.origin for one in box]), ones, taps, (0, 0, 0), ones, stride, pad, source.dilation)
-    addressing = PhaseAddressing(phase, taps, stride, low, source.dilation, base, (-1, -1, -1) if backwards else ones, dims, False, frames)
+    addressing = PhaseAddressing(phase, taps, stride, low, source.dilation, base, (-1, -1, -1) if backwards else ones, dims, False)
     numbers, offsets = ((d, h, w) for d, h, w in ([one.taps for one in box], [one.offsets for one in box]))
     return Region(addressing, size3([one.first for one in box]), size3([one.length for one in box]), numbers, offsets, interior)
 
