@@ -12,6 +12,9 @@ struct Result {
 // The pixel of y that pixel `pixel` of the phase is; -1 past the end.
 DEVICE int place_of(const Phase& shape, int pixel) {
   if (pixel >= (int)shape.pixels) return -1;
+#ifdef BOXES
+  if (boxed(shape)) return InBox(shape, pixel).place(shape);
+#endif
   const Divided of_image(pixel, shape.plane, shape.by_plane);
   return of_image.quotient * (int)shape.out_size + plane_offset<false>(shape, of_image.rest);
 }
