@@ -23,7 +23,6 @@ import numpy as np
 import pytest
 
 from pycuda_conv import ConvProblem
-from pycuda_conv.runtime import driver
 from pycuda_conv.runtime.base import KERNEL_DIR, KernelLaunch
 from pycuda_conv.runtime.compiler import Nvcc
 from pycuda_conv.tools.distributions import DISTRIBUTIONS
@@ -435,9 +434,9 @@ def covering(launches: list[KernelLaunch]) -> list[KernelLaunch]:
 
 
 def by_turns(*axes: Iterable[Any], rounds: int = 1) -> list[tuple]:
-    """All combinations where there is a GPU, or with `--all-texts`; else each value of the longest axis so many times, with others of the other axes."""
+    """Each value of the longest axis so many times, with others of the other axes; all combinations with `--all-texts`."""
     values = [list(axis) for axis in axes]
-    if all_texts or driver.why_not() is None:
+    if all_texts:
         return list(itertools.product(*values))
     turns = [(i, turn) for turn in range(rounds) for i in range(max(map(len, values)))]
     return list(dict.fromkeys(tuple(axis[(i + turn * j) % len(axis)] for j, axis in enumerate(values)) for i, turn in turns))

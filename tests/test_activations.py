@@ -13,7 +13,7 @@ import pytest
 import simt
 import test_epilogue as epilogue
 from awkward import DEPTHWISE
-from modes import H200, asked, ids_of
+from modes import H200, asked
 from reference import (
     ACTIVATIONS,
     DTYPES,
@@ -25,6 +25,7 @@ from reference import (
     activated,
     assert_close,
     assert_exact,
+    by_turns,
     needs_nvcc,
     tensor,
 )  # fmt: skip
@@ -162,10 +163,9 @@ def test_a_layer_s_activation_is_computed_in_its_place(activation):
 
 
 @pytest.mark.gpu
-@pytest.mark.turns
-@pytest.mark.parametrize("activation", ACTIVATIONS, ids=NAMES)
-@pytest.mark.parametrize(("case", "mode", "config"), GPU_RUNS[::3], ids=ids_of(GPU_RUNS[::3]))
-def test_tensor_core_kernels(torch, case, mode, config, activation):
+@pytest.mark.parametrize(("run", "activation"), by_turns(GPU_RUNS[::3], ACTIVATIONS), ids=str)
+def test_tensor_core_kernels(torch, run, activation):
+    case, mode, config = run
     for everything in (True, False):
         check(Plan(finishing(asked(case, mode), activation, everything), "cuda", config=config), case, launched, "tf32" if "tf32" in mode else "")
 

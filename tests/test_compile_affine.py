@@ -1,6 +1,7 @@
 """Factors and summands for each channel behind convolutions: frozen norms, scales of layers, biases of the user's own."""
 
 import pytest
+from reference import by_turns
 
 torch = pytest.importorskip("torch")
 from test_compile import FOUND, GRAPHS, HOWS, afresh, alike, images, where  # noqa: E402, F401
@@ -96,9 +97,7 @@ FORWARDS = {
 }  # fmt: skip
 
 
-@pytest.mark.turns
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("name", FORWARDS)
+@pytest.mark.parametrize(("name", "how"), by_turns(FORWARDS, HOWS))
 def test_factors_and_summands(name, how, where):  # noqa: F811
     call, count, early = FORWARDS[name]
     found = alike(lambda: Of(call), how, False, False, images(2, 4, 10, 10, where=where))

@@ -1,6 +1,7 @@
 """Borders other than zeros in graphs of torch.compile: a step that pads joins the convolution behind it, and what follows is fused as with zeros."""
 
 import pytest
+from reference import by_turns
 
 torch = pytest.importorskip("torch")
 from test_compile import FOUND, GRAPHS, HOWS, afresh, alike, compiled, images  # noqa: E402, F401
@@ -111,9 +112,7 @@ FORWARDS = {
 }  # fmt: skip
 
 
-@pytest.mark.turns
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("name", FORWARDS)
+@pytest.mark.parametrize(("name", "how"), by_turns(FORWARDS, HOWS))
 def test_what_pads_joins(name, how):
     call, length, evaluated, trained = FORWARDS[name]
     (steps,) = alike(lambda: Of(call, block()), how, False, False)

@@ -20,6 +20,7 @@ from reference import (
     activated,
     assert_close,
     assert_exact,
+    by_turns,
     channels_last,
     dgrad,
     fprop,
@@ -497,10 +498,9 @@ def launched(plan: Plan, *given) -> np.ndarray:
 
 
 @pytest.mark.gpu
-@pytest.mark.turns
-@pytest.mark.parametrize("parts", ["all", "residual", "scale and relu"])
-@pytest.mark.parametrize(("case", "mode", "config"), GPU_RUNS, ids=ids_of(GPU_RUNS))
-def test_tensor_core_kernels(torch, case, mode, config, parts):
+@pytest.mark.parametrize(("run", "parts"), by_turns(GPU_RUNS, ["all", "residual", "scale and relu"]), ids=str)
+def test_tensor_core_kernels(torch, run, parts):
+    case, mode, config = run
     check(Plan(finishing(asked(case, mode), parts), "cuda", config=config), case, parts, launched)
 
 
