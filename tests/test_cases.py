@@ -318,13 +318,14 @@ def test_devices_that_have_it_and_others(of):
     ("of", "architecture"), [pytest.param(of, one, id=f"{of}-{one}") for of in EVERY if of.layers for one in of.layers.architectures]
 )
 def test_choices_are_legal_and_their_texts_listed(of, architecture):
-    """Of random layers: what is chosen is a candidate; candidates are legal, have a time, and one's launches are listed."""
+    """Of random layers: what is chosen is a candidate; candidates differ, are legal, have a time, and one's launches are listed."""
     device, r, met = Target(architecture), random.Random(4), 0
     engine, listed = of.engine, list(of.engine.variants(device))
     files = {family.file for family in listed}
     for problem in random_problems(r, of.layers.families, of.layers.each, of.layers.kinds):
         found, chosen = list(engine.configs(problem, device)), engine.choose(problem, device)
         assert (chosen is None) == (not found) and (chosen is None or chosen[1] in found), problem
+        assert len(found) == len(set(found)), problem
         if not found:
             continue
         met += 1
