@@ -254,6 +254,34 @@ def device(request):
     return request.param
 
 
+@pytest.fixture(scope="session")
+def opencl():
+    """The name of OpenCL's device."""
+    why = why_no_opencl()
+    if why:
+        pytest.skip(why)
+    return "opencl"
+
+
+@pytest.fixture
+def command(capsys, monkeypatch):
+    """Run `pycuda-conv` in this process: (exit status, stdout, stderr)."""
+    from pycuda_conv import cli
+
+    for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS"):  # xdist sets COLUMNS
+        monkeypatch.delenv(name, raising=False)
+
+    def run(*arguments):
+        capsys.readouterr()
+        try:
+            status = cli.main([str(a) for a in arguments])
+        except SystemExit as exit:  # argparse leaves by itself, and so do signals
+            status = exit.code
+        return (status, *capsys.readouterr())
+
+    return run
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def where(request):
     """Where torch's tensors lie."""

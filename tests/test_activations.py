@@ -13,6 +13,7 @@ import pytest
 import simt
 import test_epilogue as epilogue
 import test_implicit_gemm as implicit
+import torch
 from modes import H200, asked, dtype_of, ids_of
 from reference import (
     ACTIVATIONS,
@@ -42,11 +43,6 @@ from pycuda_conv.engines.direct.direct import Batched, Dgrad, Single, Tile
 from pycuda_conv.engines.direct.gemm import Gemm
 from pycuda_conv.engines.hopper.dense import DenseNhwc
 from pycuda_conv.runtime.base import KERNEL_DIR
-
-try:
-    import torch
-except ImportError:
-    torch = None
 
 STEEPEST = 1.5  # the largest derivative of all activations here: hard swish's, at 3
 NAMES = [str(one) for one in ACTIVATIONS]
@@ -229,7 +225,7 @@ def test_functions(device, activation, kind):
         x, w, b, s, r = arrays(case, "float64", "all", integers=False)
         _, ref = expected(case, activation, "all", (x, w, b, s, r))
         if kind == "torch":
-            x, w, b, s, r = map(pytest.importorskip("torch").from_numpy, (x, w, b, s, r))
+            x, w, b, s, r = map(torch.from_numpy, (x, w, b, s, r))
         if kind == "dask":
             x = pytest.importorskip("dask.array").from_array(x, chunks=(1, -1, *(3,) * case.ndim))
         y = epilogue.function(case)(x, w, b, scale=s, residual=r, activation=activation, **case.options, device=device)
@@ -261,7 +257,6 @@ def by_torch(activation):
     return (lambda v: f.leaky_relu(v, slope)) if word == "leaky_relu" else getattr(f, word)
 
 
-@pytest.mark.skipif(torch is None, reason="torch is not installed")
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=NAMES)
 def test_gradients(device, activation):
     torch.manual_seed(0)
@@ -291,7 +286,6 @@ def test_gradients(device, activation):
     assert torch.autograd.gradcheck(ours, given, fast_mode=fast) and torch.autograd.gradgradcheck(ours, given, fast_mode=fast)
 
 
-@pytest.mark.skipif(torch is None, reason="torch is not installed")
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=NAMES)
 def test_autocast(device, activation):
     where = "cpu" if device == "opencl" else "cuda"

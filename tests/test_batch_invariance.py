@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import simt
+import torch
 from modes import H200
 
 import pycuda_conv as pc
@@ -132,7 +133,6 @@ def test_calls_inside_and_outside_of_a_block_are_not_mixed_up(monkeypatch, devic
 
 
 def test_tensors_of_torch_and_their_gradients():
-    torch = pytest.importorskip("torch")
     x, w = torch.randn(5, 6, 9, 9), torch.randn(8, 6, 3, 3, requires_grad=True)
     both = []
     for images in (x, x[2:3]):
@@ -152,7 +152,6 @@ def model_of(torch):
 @pytest.mark.parametrize("way", ["called", "compiled", "by our backend"])
 def test_converted_models(way, monkeypatch):
     """An image of a batch as alone; each convolution is planned so, in torch.compile too."""
-    torch = pytest.importorskip("torch")
     pn = pytest.importorskip("pycuda_conv.nn")
     model = pn.convert(model_of(torch), batch_invariant=True).eval()
     assert "batch_invariant" in repr(model[0]) and model[0].algorithm == "batch_invariant"
@@ -187,7 +186,6 @@ def asked(monkeypatch):
 @pytest.mark.parametrize("how", ["an option", "inductor's operators", "a block", "a parameter"])
 def test_compiled_models(how, asked, monkeypatch):
     """What is fused too. Without it, the same graph's problems ask for nothing."""
-    torch = pytest.importorskip("torch")
     pn = pytest.importorskip("pycuda_conv.nn")
     model, x = model_of(torch).eval(), torch.randn(5, 3, 14, 13)
     if how == "inductor's operators":
@@ -207,7 +205,6 @@ def test_compiled_models(how, asked, monkeypatch):
 
 
 def test_batch_norms_in_training_are_not_fused(asked):
-    torch = pytest.importorskip("torch")
     pn = pytest.importorskip("pycuda_conv.nn")
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU())
     run = pn.compile(model, mode="light", batch_invariant=True)
@@ -218,7 +215,6 @@ def test_batch_norms_in_training_are_not_fused(asked):
 
 @pytest.mark.parametrize("how", ["converted", "from modules", "a block", "compiled"])
 def test_fused_layers_in_evaluation(how, asked):
-    torch = pytest.importorskip("torch")
     pn = pytest.importorskip("pycuda_conv.nn")
     x = torch.randn(6, 4, 12, 11)
     if how == "from modules":
@@ -240,7 +236,6 @@ def test_fused_layers_in_evaluation(how, asked):
 
 
 def test_modules_take_it():
-    torch = pytest.importorskip("torch")
     pn = pytest.importorskip("pycuda_conv.nn")
     for layer in (pn.Conv1d(4, 6, 3, batch_invariant=True), pn.ConvTranspose1d(4, 6, 3, batch_invariant=True)):
         x = torch.randn(5, 4, 30)
@@ -269,7 +264,6 @@ def test_wrong_options_are_refused():
 @pytest.mark.parametrize("seed", range(12))
 def test_random_layers_on_a_gpu(seed):
     """All modes, both layouts and passes; images with numbers of a wide range beside others, which are mended."""
-    torch = pytest.importorskip("torch")
     rng = np.random.default_rng(seed)
     for layer in rng.permutation(np.array(drawn(100 + seed, 1, 4e6), object))[:6]:
         dtype, last = getattr(torch, layer.dtype), layer.layout == "NHWC"
@@ -337,7 +331,6 @@ def test_mending_looks_at_one_image(split):
 
 def test_the_benchmark_of_random_layers(monkeypatch, capsys):
     """It says so where an image's bits are others in a batch."""
-    pytest.importorskip("torch")
     from pycuda_conv.cli import main
     from pycuda_conv.tools.benchmarks import batchbench
 

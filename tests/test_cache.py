@@ -331,14 +331,6 @@ print(pc.conv2d(x, w, device="opencl").sum())
 """
 
 
-@pytest.fixture
-def opencl():
-    from pycuda_conv.runtime.opencl import why_not
-
-    if why_not():
-        pytest.skip(why_not())
-
-
 def test_pocl_s_damaged_files_are_compiled_again(opencl, fast_env, cache_folder):
     """Given one of them, PoCL itself would end the process."""
     env = {**fast_env, "PYCUDA_CONV_CACHE_DIR": str(cache_folder), "PYCUDA_CONV_BACKEND": "opencl"}

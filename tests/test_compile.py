@@ -18,14 +18,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from reference import by_turns
+from torch import nn
+from torch.nn import functional as F
 
-torch = pytest.importorskip("torch")
-from torch import nn  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
-
-import pycuda_conv.nn as pn  # noqa: E402
-from pycuda_conv.nn import compiler, linear  # noqa: E402
+import pycuda_conv.nn as pn
+from pycuda_conv.nn import compiler, linear
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 HOWS = "light", "operators"

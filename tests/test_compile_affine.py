@@ -1,13 +1,12 @@
 """Factors and summands for each channel behind convolutions: frozen norms, scales of layers, biases of the user's own."""
 
 import pytest
+import torch
+from test_compile import FOUND, GRAPHS, HOWS, afresh, alike, images, where  # noqa: F401
+from torch import nn
+from torch.nn import functional as F
 
-torch = pytest.importorskip("torch")
-from test_compile import FOUND, GRAPHS, HOWS, afresh, alike, images, where  # noqa: E402, F401
-from torch import nn  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
-
-from pycuda_conv.nn.evaluation import evaluate  # noqa: E402
+from pycuda_conv.nn.evaluation import evaluate
 
 
 class FrozenNorm(nn.Module):

@@ -3,13 +3,12 @@
 import copy
 
 import pytest
+import torch
+from test_compile import GRAPHS, HOWS, afresh, alike, close, compiled, images, moved, where  # noqa: F401
+from torch import nn
+from torch.nn import functional as F
 
-torch = pytest.importorskip("torch")
-from test_compile import GRAPHS, HOWS, afresh, alike, close, compiled, images, moved, where  # noqa: E402, F401
-from torch import nn  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
-
-from pycuda_conv.nn.graph.steps import CATS  # noqa: E402
+from pycuda_conv.nn.graph.steps import CATS
 
 
 class Dense(nn.Module):

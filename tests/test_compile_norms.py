@@ -6,16 +6,15 @@ import copy
 
 import pytest
 import simt  # noqa: F401  # before torch
+import torch
+from test_compile import FOUND, GRAPHS, afresh, alike, compiled, images, where  # noqa: F401
+from torch import nn
+from torch.nn import functional as F
 
-torch = pytest.importorskip("torch")
-from test_compile import FOUND, GRAPHS, afresh, alike, compiled, images, where  # noqa: E402, F401
-from torch import nn  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
-
-from pycuda_conv.nn import conv_norms, normalise  # noqa: E402
-from pycuda_conv.nn.autograd import Settings  # noqa: E402
-from pycuda_conv.nn.graph import group_norms  # noqa: E402
-from pycuda_conv.nn.options import asked_for  # noqa: E402
+from pycuda_conv.nn import conv_norms, normalise
+from pycuda_conv.nn.autograd import Settings
+from pycuda_conv.nn.graph import group_norms
+from pycuda_conv.nn.options import asked_for
 
 
 @pytest.fixture(autouse=True)

@@ -8,18 +8,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import simt  # before torch
+import torch
 from alike import like_h200
 from reference import reference
+from test_compile import FOUND, GRAPHS, afresh, alike, chains, images, where  # noqa: F401
+from torch import nn
+from torch.nn import functional as F
 
-torch = pytest.importorskip("torch")
-from test_compile import FOUND, GRAPHS, afresh, alike, chains, images, where  # noqa: E402, F401
-from torch import nn  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
-
-from pycuda_conv.call import Call  # noqa: E402
-from pycuda_conv.engines.nn import join  # noqa: E402
-from pycuda_conv.nn import concatenation, pairs  # noqa: E402
-from pycuda_conv.nn.graph import joins  # noqa: E402
+from pycuda_conv.call import Call
+from pycuda_conv.engines.nn import join
+from pycuda_conv.nn import concatenation, pairs
+from pycuda_conv.nn.graph import joins
 
 HOWS = pytest.mark.parametrize("how", ["light", "operators"])
 

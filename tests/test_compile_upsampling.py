@@ -3,15 +3,13 @@
 import copy
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
-
-import pycuda_conv.nn as pn  # noqa: E402
-from pycuda_conv import ConvArgumentError  # noqa: E402
-from pycuda_conv.nn import compiler, upsampling  # noqa: E402
+import pycuda_conv.nn as pn
+from pycuda_conv import ConvArgumentError
+from pycuda_conv.nn import compiler, upsampling
 
 WAYS = {
     "scale": lambda x: F.interpolate(x, scale_factor=2.0, mode="nearest"),

@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
+import torch
 
 import pycuda_conv as pc
 from pycuda_conv import ConvArgumentError
 
-torch = pytest.importorskip("torch")
 F = torch.nn.functional
 
 

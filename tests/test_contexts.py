@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+import torch
 from fake_cuda import FakeCuda
 from test_launch import KINDS
 
@@ -614,7 +615,6 @@ def test_memory_without_a_context(fake):
 
 def test_torch_in_a_context_that_is_no_primary_one(fake, monkeypatch):
     """Its memory lies there if pycuda.autoinit was current when torch first used the GPU. Then the call is made there; memory of the primary one is refused."""
-    torch = pytest.importorskip("torch")
     from pycuda_conv.arrays.tensors import TORCH, TorchKind
 
     kept = []

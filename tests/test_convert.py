@@ -6,10 +6,10 @@ import pickle
 import warnings
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="the modules are torch's")
-import pycuda_conv.nn as pn  # noqa: E402
-from pycuda_conv.nn import modules, routing  # noqa: E402
+import pycuda_conv.nn as pn
+from pycuda_conv.nn import modules, routing
 
 nn, F = torch.nn, torch.nn.functional
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import why_no_opencl
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from reference import DTYPES, EPS
@@ -454,7 +454,7 @@ REFUSED = {
     "stream": (lambda: pc.conv2d(X, W, stream=0), ValueError, "stream is for arrays in memory"),
     "numpy input": (lambda: pc.conv2d(np.zeros((1, 4, 9, 9), "f"), da.from_array(W)), TypeError, "input must be a dask array"),
     "list": (lambda: pc.conv2d(X, [[1]]), TypeError, "weight must be a numpy.ndarray"),
-    "a tensor": (lambda: pc.conv2d(X, pytest.importorskip("torch").ones(6, 4, 3, 3)), TypeError, "pass arrays of one kind"),
+    "a tensor": (lambda: pc.conv2d(X, torch.ones(6, 4, 3, 3)), TypeError, "pass arrays of one kind"),
     "list as a bias": (lambda: pc.conv2d(X, W, [1.0] * 6), TypeError, "bias must be a numpy.ndarray"),
     "list beside complex numbers": (lambda: pc.conv2d(X.astype("c8"), [[1]]), TypeError, "weight must be a numpy.ndarray"),
     "device": (lambda: pc.conv2d(X, W, device=1.5), TypeError, "device must be"),
@@ -476,35 +476,30 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("call, error, words", REFUSED.values(), ids=REFUSED.keys())
-def test_refused_when_the_graph_is_built(call, error, words):
-    if why_no_opencl():
-        pytest.skip(why_no_opencl())
+def test_refused_when_the_graph_is_built(opencl, call, error, words):
     with pytest.raises(error, match=words):
         call()
 
 
 @pytest.mark.parametrize("filters", ["in memory", "computed later"])
 @pytest.mark.parametrize("groups", [1, 8])
-def test_a_chunk_that_needs_no_neighbour_is_one_task(groups, filters):
+def test_a_chunk_that_needs_no_neighbour_is_one_task(opencl, groups, filters):
     """With what comes before and after it; the filter in one chunk is another task. A filter that is computed later is none yet."""
     w = draw(8, 16 // groups, 3, 3)
     given = w if filters == "in memory" else da.from_array(w, chunks=(2, -1, -1, -1)).rechunk(w.shape) * 1
     lazy = pc.conv2d(da.full((4, 16, 9, 8), 3, chunks=(1, 16, 9, 8), dtype="f4") - 1, given, groups=groups, device="opencl") * 2
     (done,) = dask.optimize(lazy)
     assert filters != "in memory" or len(dict(done.__dask_graph__())) == 4 + 1
-    if not why_no_opencl():
-        assert np.array_equal(lazy.compute(), 2 * pc.conv2d(np.full((4, 16, 9, 8), 2, "f"), w, groups=groups, device="opencl"))
+    assert np.array_equal(lazy.compute(), 2 * pc.conv2d(np.full((4, 16, 9, 8), 2, "f"), w, groups=groups, device="opencl"))
 
 
 # ---- clusters
 
 
 @pytest.fixture(scope="module")
-def cluster(fast_env, tmp_path_factory):
+def cluster(fast_env, opencl, tmp_path_factory):
     """Two workers, processes with one PoCL thread each."""
     distributed = pytest.importorskip("distributed", reason="clusters are dask.distributed's")
-    if why_no_opencl():
-        pytest.skip(why_no_opencl())
     env = {"PYTHONPATH": fast_env["PYTHONPATH"], "POCL_MAX_PTHREAD_COUNT": "1", "OMP_NUM_THREADS": "1", "DASK_DISTRIBUTED__COMM__TIMEOUTS__CONNECT": "300s"}
     folder = tmp_path_factory.mktemp("workers")
     with (

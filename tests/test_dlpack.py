@@ -13,13 +13,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from reference import python
 
 import pycuda_conv as pc
 from pycuda_conv.arrays import dlpack as module
 from pycuda_conv.arrays import kind_of
 
-torch = pytest.importorskip("torch", reason="the test's own library lies over torch's memory")
 F = torch.nn.functional
 
 

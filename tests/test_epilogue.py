@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import test_implicit_gemm as implicit
+import torch
 from awkward import BASE, POINT
 from modes import H200, MODES, asked, bound, dtype_of, ids_of
 from on_gpu import Arrays
@@ -39,13 +40,6 @@ from pycuda_conv.engines.hopper.dense import DenseNhwc
 from pycuda_conv.engines.hopper.gemm import ImplicitGemm
 from pycuda_conv.engines.hopper.pointwise import Pointwise
 from pycuda_conv.engines.mma.gemm import ImplicitGemm80
-
-try:
-    import torch
-except ImportError:
-    torch = None
-
-needs_torch = pytest.mark.skipif(torch is None, reason="torch is not installed")
 
 PARTS = {  # has_scale, has_residual, activation
     "scale": (True, False, None), "residual": (False, True, None), "relu": (False, False, "relu"), "all": (True, True, "relu"),
@@ -218,7 +212,6 @@ def test_functions(device, transposed, ndim, options, kind):
     assert function(case)(x, w, b, residual=given, out=given, **keywords) is given and np.array_equal(np.asarray(given), ref)
 
 
-@needs_torch
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_batch_norm_that_is_not_trained_is_a_scale_and_a_bias(device, dtype):
     torch.manual_seed(0)
@@ -236,7 +229,6 @@ def test_a_batch_norm_that_is_not_trained_is_a_scale_and_a_bias(device, dtype):
     torch.testing.assert_close(got.float(), ref, rtol=tolerance, atol=tolerance)
 
 
-@needs_torch
 @pytest.mark.parametrize("ndim", [1, 2, 3])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_channels_last_tensors_in_host_memory(device, transposed, ndim):
@@ -330,8 +322,7 @@ def test_an_out_that_overlaps_is_refused_unless_it_is_the_residual(refuses):  # 
     swapped = out.view(out.dtype.newbyteorder())
     refuses(ConvArgumentError, "out overlaps residual in memory", "conv2d", X, W, residual=swapped, out=out)
     refuses(ConvArgumentError, "out overlaps scale in memory", "conv2d", X, W, scale=whole[:6], out=out)
-    if torch is not None:
-        refuses(TypeError, "input is a numpy.ndarray but residual is a torch.Tensor", "conv2d", X, W, residual=torch.zeros(R.shape))
+    refuses(TypeError, "input is a numpy.ndarray but residual is a torch.Tensor", "conv2d", X, W, residual=torch.zeros(R.shape))
 
 
 def test_plans_refuse_what_they_are_not_for(device):
@@ -350,12 +341,10 @@ def test_plans_refuse_what_they_are_not_for(device):
         pc.conv2d_many([X], W, residual=R)
     with pytest.raises(TypeError, match=r"weight must be a numpy.ndarray, .*but got builtins.NoneType"):
         plan.bind(None, scale=S)
-    if torch is not None:
-        with pytest.raises(TypeError, match=r"a tensor of shape \[6, 4, 3, 3\] lies on the device 'meta', so it has no values"):
-            plan.bind(torch.zeros(W.shape, device="meta"), scale=torch.zeros(S.shape))
+    with pytest.raises(TypeError, match=r"a tensor of shape \[6, 4, 3, 3\] lies on the device 'meta', so it has no values"):
+        plan.bind(torch.zeros(W.shape, device="meta"), scale=torch.zeros(S.shape))
 
 
-@needs_torch
 def test_gradients_that_would_be_lost_are_refused(device):
     x, w, s, r = map(torch.from_numpy, (X, W, S, R))
     for name, value in (("scale", s), ("residual", r)):
@@ -371,7 +360,6 @@ def test_gradients_that_would_be_lost_are_refused(device):
 # ---- what a GPU's kernels are given, seen on tensors in host memory
 
 
-@needs_torch
 @pytest.mark.parametrize("redoes", [False, True])
 def test_device_arrays_are_read_where_they_lie_or_copied(monkeypatch, redoes):
     """A residual that is `out` is copied for kernels that may write a part of the result again, and for no others."""

@@ -8,21 +8,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import simt
+import torch
 from reference import EPS, SUM_EPS, TINY, Case, activated, assert_close, dgrad, fprop
+from test_repeat import IN_C, warm  # noqa: F401  (a fixture)
 
 from pycuda_conv import Plan, engines, execute
+from pycuda_conv.arrays.tensors import TORCH
+from pycuda_conv.errors import ConvArgumentError
+from pycuda_conv.nn import evaluation, folding
+from pycuda_conv.nn.evaluation import evaluate, spec_of
+from pycuda_conv.nn.folding import fold_norms, scaled, starts_of
 from pycuda_conv.problem import ConvProblem
-
-torch = pytest.importorskip("torch")
-
-from test_repeat import IN_C, warm  # noqa: E402, F401  (a fixture)
-
-from pycuda_conv.arrays.tensors import TORCH  # noqa: E402
-from pycuda_conv.errors import ConvArgumentError  # noqa: E402
-from pycuda_conv.nn import evaluation, folding  # noqa: E402
-from pycuda_conv.nn.evaluation import evaluate, spec_of  # noqa: E402
-from pycuda_conv.nn.folding import fold_norms, scaled, starts_of  # noqa: E402
-from pycuda_conv.runtime import get_device  # noqa: E402
+from pycuda_conv.runtime import get_device
 
 H200 = SimpleNamespace(backend="cuda", capability=(9, 0), multiprocessors=132, model="NVIDIA H200", name="fake", constants_pay=True)
 #: Cases for which the planner has candidates of all engines, in their layouts.

@@ -7,21 +7,19 @@ from types import SimpleNamespace
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given, settings
 from reference import DTYPES, TORCH_LAYOUTS, Case, assert_close, channels_last, check, dgrad, fprop, is_channels_last, tensor
 
 import pycuda_conv as pc
 from pycuda_conv import ConvProblem, Plan, dispatch, plan
+from pycuda_conv.arrays.tensors import TorchKind
 from pycuda_conv.call import Call, Operands
 from pycuda_conv.engines.direct.gemm import Gemm
 from pycuda_conv.engines.hopper.gemm import ImplicitGemm
 from pycuda_conv.execute import device as execute
 from pycuda_conv.runtime import contexts
 from pycuda_conv.tune import Choice
-
-torch = pytest.importorskip("torch", reason="the functions are compared with torch's")
-
-from pycuda_conv.arrays.tensors import TorchKind  # noqa: E402
 
 F = torch.nn.functional
 

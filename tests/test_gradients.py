@@ -6,6 +6,7 @@ import emulator
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from on_gpu import Arrays
 from reference import DTYPES, EPS, SUM_EPS, TINY, assert_close, assert_exact, channels_last, is_channels_last, run, tensor
@@ -19,8 +20,6 @@ from pycuda_conv.engines.hopper import gemm as implicit_gemm
 from pycuda_conv.engines.hopper.gemm import ImplicitGemm
 from pycuda_conv.engines.mma.gemm import ImplicitGemm80
 from pycuda_conv.runtime import get_device
-
-torch = pytest.importorskip("torch", reason="gradients are compared with torch's")
 
 OF = ["input", "weight"]
 FILTER, SIZE = (2, 3, 2), (5, 7, 6)

@@ -6,13 +6,12 @@ import weakref
 
 import numpy as np
 import pytest
+import torch
 
 import pycuda_conv as pc
+import pycuda_conv.nn as pn
+from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.runtime import default_backend
-
-torch = pytest.importorskip("torch", reason="the tensors are torch's")
-import pycuda_conv.nn as pn  # noqa: E402
-from pycuda_conv.arrays.tensors import TORCH  # noqa: E402
 
 F = torch.nn.functional
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

@@ -6,11 +6,11 @@ import json
 import time
 
 import pytest
+import torch
 
 from pycuda_conv.cli import main
 from pycuda_conv.tools.benchmarks import hostcost
 
-torch = pytest.importorskip("torch")
 pytest.importorskip("rich")
 
 

@@ -9,7 +9,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from conftest import why_no_opencl
+import torch
 
 from pycuda_conv.cli import main
 from pycuda_conv.timing import Effort
@@ -18,7 +18,6 @@ from pycuda_conv.tools.model_rows import Case, Curve, Evaluated, Trained
 from pycuda_conv.tools.rivals import COMPILED, EAGER, INDUCTOR, LIGHT, OURS_REDUCED, REDUCED, Side
 from pycuda_conv.tools.terminal import FAILED, OK, UNUSABLE, ToolError
 
-torch = pytest.importorskip("torch")
 pytest.importorskip("rich")
 
 CASE = Case("evaluated", "resnet50", 32, "fp32")
@@ -50,10 +49,8 @@ def stand_in(monkeypatch):
 
 
 @pytest.fixture
-def cpu(monkeypatch, stand_in):
+def cpu(monkeypatch, stand_in, opencl):
     """A device that counts as a GPU, and is PoCL."""
-    if why_no_opencl():
-        pytest.skip(why_no_opencl())
     device = SimpleNamespace(name="cpu", backend="cuda", all_compiled=lambda: True)
     monkeypatch.setattr(bench, "gpu_for", lambda settings, flag: device)
     monkeypatch.setattr(bench, "describe", lambda *_: {"date": "2026-01-01T", "GPU": "none, such", "torch": "2"})

@@ -13,14 +13,13 @@ from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
+import torch
 from hypothesis import example, given, settings
 from reference import channels_last, is_channels_last, python
 
 import pycuda_conv as pc
+import pycuda_conv.nn as pn
 from pycuda_conv import dispatch, engines, memo
-
-torch = pytest.importorskip("torch", reason="the modules are torch's")
-import pycuda_conv.nn as pn  # noqa: E402
 
 F = torch.nn.functional
 NAMES = ["Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d"]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
 
-torch = pytest.importorskip("torch")
-from torch import nn  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
-
-import pycuda_conv.nn as pn  # noqa: E402
-from pycuda_conv.nn import norm_modules, normalise  # noqa: E402
+import pycuda_conv.nn as pn
+from pycuda_conv.nn import norm_modules, normalise
 
 AFTER = {None: lambda v: v, "relu": F.relu, "silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda v: F.gelu(v, approximate="tanh")}
 LIMITS = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}

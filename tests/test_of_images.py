@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from reference import assert_exact, fprop
 
 import pycuda_conv as pc
 from pycuda_conv import ConvProblem
 from pycuda_conv.engines.depthwise import nhwc as depthwise_nhwc
 from pycuda_conv.runtime.target import Target
-
-torch = pytest.importorskip("torch")
 
 H200 = Target("sm_90a")
 

@@ -9,12 +9,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-import pycuda_conv.nn as pnn  # noqa: E402
-from pycuda_conv.nn import autograd, conv_operators, evaluation  # noqa: E402
-from pycuda_conv.nn.autograd import CONV, CONV_INPUT, CONV_TRANSPOSE, CONV_WEIGHT, Settings  # noqa: E402
+import pycuda_conv.nn as pnn
+from pycuda_conv.nn import autograd, conv_operators, evaluation
+from pycuda_conv.nn.autograd import CONV, CONV_INPUT, CONV_TRANSPOSE, CONV_WEIGHT, Settings
 
 OURS = torch.ops.pycuda_conv
 NAMES = ["convolve", "conv", "conv_transpose", "conv_input", "conv_weight", "evaluate", "fused_statistics", "fused_normalised", "fused_conv_bn_relu", "fused_conv_bn_relu_backward", "fused_inference"]

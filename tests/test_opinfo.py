@@ -5,11 +5,10 @@ from functools import cache
 
 import numpy as np
 import pytest
+import torch
 from reference import EPS, assert_close
 
 import pycuda_conv as pc
-
-torch = pytest.importorskip("torch", reason="the samples are torch's")
 
 
 @cache

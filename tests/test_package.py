@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import why_no_opencl
 from reference import NVCC, all_texts, fprop, needs_nvcc, nvcc_of, python, reference, spills, with_headers
 
 import pycuda_conv as pc
@@ -95,7 +94,6 @@ def test_docstring_examples(device, monkeypatch):
 
 @pytest.mark.parametrize("first", ["torch", "pycuda_conv"])
 def test_both_import_orders_with_torch(fast_env, device, first):
-    pytest.importorskip("torch")
     second = {"torch": "pycuda_conv", "pycuda_conv": "torch"}[first]
     code = f"""
 import {first}
@@ -186,10 +184,8 @@ def test_a_thread_that_fails_leaves_the_others_alone(device):
         assert [r for r in pool.map(work, range(40)) if r] == [[[[2, 2, 2]]]] * 20
 
 
-def test_an_interrupted_call_waits_for_its_kernels_on_opencl(monkeypatch):
+def test_an_interrupted_call_waits_for_its_kernels_on_opencl(monkeypatch, opencl):
     """They use the memory of the arrays, which is freed next."""
-    if why_no_opencl():
-        pytest.skip(why_no_opencl())
     device = get_device("opencl")
     call = partial(pc.conv1d, np.ones((1, 1, 3), "f"), np.ones((1, 1, 2), "f"), device="opencl")
     call()  # the kernel is compiled

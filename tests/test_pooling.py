@@ -8,11 +8,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import simt
+import torch
 from reference import DTYPES
 
 from pycuda_conv.engines.nn.max_pool import Pool
-
-torch = pytest.importorskip("torch")
 
 POOLS = [
     Pool("bfloat16", (2, 16, 9, 11), (3, 3), (2, 2), (1, 1), (1, 1)), Pool("float32", (1, 4, 8, 7), (2, 2), (2, 2), (0, 0), (1, 1)),

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import why_no_cuda, why_no_opencl
+import torch
+from conftest import why_no_cuda
 from reference import started
 
 import pycuda_conv as pc
-from pycuda_conv import cli
 from pycuda_conv.interrupt import INTERRUPTED
 from pycuda_conv.runtime import get_device
 from pycuda_conv.timing import Effort
@@ -26,33 +26,16 @@ from pycuda_conv.tools import bench, run
 from pycuda_conv.tools.benchmarks import hostbench
 from pycuda_conv.tools.terminal import OK, UNUSABLE
 
-torch = pytest.importorskip("torch", reason="the results are judged by torch")
 Image = pytest.importorskip("PIL.Image", reason="pictures are read by Pillow")
 ImageOps = pytest.importorskip("PIL.ImageOps")
 correlate = pytest.importorskip("scipy.ndimage", reason="pictures are judged by scipy").correlate
 F = torch.nn.functional
 
 
-@pytest.fixture
-def command(capsys, monkeypatch, tmp_path):
-    """Run the command in this process, in a folder of its own: (exit status, stdout, stderr)."""
+@pytest.fixture(autouse=True)
+def folder(monkeypatch, tmp_path):
+    """A folder of the test's own."""
     monkeypatch.chdir(tmp_path)
-
-    def call(*arguments):
-        capsys.readouterr()
-        try:
-            status = cli.main([str(a) for a in arguments])
-        except SystemExit as exit:  # argparse leaves by itself, and so do signals
-            status = exit.code
-        return (status, *capsys.readouterr())
-
-    return call
-
-
-@pytest.fixture
-def opencl():
-    if why_no_opencl():
-        pytest.skip(why_no_opencl())
 
 
 def save(**arrays):

@@ -528,30 +528,6 @@ def test_what_the_host_s_path_measured_as_markdown():
 
 
 @pytest.fixture
-def command(capsys, monkeypatch):
-    """Run the command in this process: (exit status, stdout, stderr)."""
-    for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS"):  # xdist sets COLUMNS
-        monkeypatch.delenv(name, raising=False)
-
-    def run(*arguments):
-        capsys.readouterr()
-        try:
-            status = cli.main([str(a) for a in arguments])
-        except SystemExit as exit:  # argparse leaves by itself
-            status = exit.code
-        return (status, *capsys.readouterr())
-
-    return run
-
-
-@pytest.fixture
-def opencl():
-    if why_no_opencl():
-        pytest.skip(why_no_opencl())
-    return "opencl"
-
-
-@pytest.fixture
 def torch():
     return pytest.importorskip("torch", reason="the results are judged by torch")
 

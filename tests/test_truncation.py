@@ -9,6 +9,7 @@ import subprocess
 
 import numpy as np
 import pytest
+import torch
 import truncation
 from truncation import one_product, rounded, shrinkage, three_products, three_tf32_products
 
@@ -133,7 +134,6 @@ def drawn(torch, kind: str, shape: tuple, seed: int):
 @pytest.mark.parametrize("kind, limit", [("signed", 2e-8), ("relu", 2e-8), ("sparse", 1e-7), ("positive", 1e-7)])
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
 def test_results_are_not_too_small(layer, kind, limit):
-    torch = pytest.importorskip("torch")
     precision, channels, taps, config = layer
     size = 16 if channels > 1000 and taps > 1 else 32
     x = drawn(torch, kind, (8, channels, size, size), 3)

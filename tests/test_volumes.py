@@ -34,8 +34,8 @@ fsspec = pytest.importorskip("fsspec")
 
 
 @pytest.fixture(params=["opencl", pytest.param("cuda", marks=pytest.mark.gpu)])
-def command(request, capsys, monkeypatch, tmp_path):
-    """Run the command in this process, in a folder of its own and in small chunks: (exit status, stdout, stderr). It names no GPU."""
+def command(request, command, monkeypatch, tmp_path):
+    """`pycuda-conv run`, in a folder of its own and in small chunks. It names no GPU."""
     why = why_no_opencl() if request.param == "opencl" else why_no_cuda()
     if why:
         pytest.skip(why)
@@ -44,13 +44,7 @@ def command(request, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(work, "WORK_BYTES", 1 << 13)
 
     def call(*arguments):
-        capsys.readouterr()
-        more = [] if "--scheduler" in arguments or "--device" in arguments else place
-        try:
-            status = cli.main(["run", *map(str, arguments), *more])
-        except SystemExit as exit:
-            status = exit.code
-        return (status, *capsys.readouterr())
+        return command("run", *arguments, *([] if "--scheduler" in arguments or "--device" in arguments else place))
 
     call.place, call.device = place, request.param
     return call
@@ -492,10 +486,8 @@ def test_a_process_that_is_ended_in_the_middle(command, fast_env, number, resume
     assert {name: Path(f"y.zarr/c/{name.replace('.', '/')}").stat().st_mtime_ns for name in complete} == old
 
 
-def test_a_full_disk_is_told_and_leaves_nothing(fast_env, tmp_path, monkeypatch):
+def test_a_full_disk_is_told_and_leaves_nothing(fast_env, opencl, tmp_path, monkeypatch):
     """A limit on the size of files stands for it."""
-    if why_no_opencl():
-        pytest.skip(why_no_opencl())
     monkeypatch.chdir(tmp_path)
     save_zarr("x.zarr", draw(2500, 2500), (2500, 2500), "yx")  # one chunk of 25 MB
     np.save("w.npy", np.ones((1, 1), "f"))
