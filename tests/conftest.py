@@ -285,7 +285,8 @@ def command(capsys, monkeypatch):
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def where(request):
     """Where torch's tensors lie."""
-    torch = pytest.importorskip("torch")
+    import torch
+
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("torch sees no GPU")
     return request.param

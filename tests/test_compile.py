@@ -46,13 +46,6 @@ GRAPHS = []
 FOUND = []  # what the rewrite did to each graph since the last reset
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def where(request):
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no GPU")
-    return request.param
-
-
 @pytest.fixture(autouse=True)
 def afresh(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_compile import FOUND, GRAPHS, HOWS, afresh, alike, images, where  # noqa: F401
+from test_compile import FOUND, GRAPHS, HOWS, afresh, alike, images  # noqa: F401
 from torch import nn
 from torch.nn import functional as F
 
@@ -97,7 +97,7 @@ FORWARDS = {
 
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("name", FORWARDS)
-def test_factors_and_summands(name, how, where):  # noqa: F811
+def test_factors_and_summands(name, how, where):
     call, count, early = FORWARDS[name]
     found = alike(lambda: Of(call), how, False, False, images(2, 4, 10, 10, where=where))
     assert [len(steps) for steps in found] == [count] * bool(count), found

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from test_compile import GRAPHS, HOWS, afresh, alike, close, compiled, images, moved, where  # noqa: F401
+from test_compile import GRAPHS, HOWS, afresh, alike, close, compiled, images, moved  # noqa: F401
 from torch import nn
 from torch.nn import functional as F
 
@@ -36,7 +36,7 @@ def widths():
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("train, gradients", [(True, True), (True, "input"), (False, False)])
 @pytest.mark.parametrize("axis", [1, -3])
-def test_a_block_of_a_densenet(axis, train, gradients, how, where):  # noqa: F811
+def test_a_block_of_a_densenet(axis, train, gradients, how, where):
     x = images(where=where)
     alike(lambda: moved(Dense(axis=axis)), how, train, gradients, x)
     nested = train and how == "light"

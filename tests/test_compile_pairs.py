@@ -11,7 +11,7 @@ import simt  # before torch
 import torch
 from alike import like_h200
 from reference import reference
-from test_compile import FOUND, GRAPHS, afresh, alike, chains, images, where  # noqa: F401
+from test_compile import FOUND, GRAPHS, afresh, alike, chains, images  # noqa: F401
 from torch import nn
 from torch.nn import functional as F
 
@@ -58,7 +58,7 @@ class Block(nn.Module):
 
 @HOWS
 @pytest.mark.parametrize("kind", ["behind", "before", "activation", "one bias", "strides"])
-def test_both_are_one_call(where, how, kind, monkeypatch):  # noqa: F811
+def test_both_are_one_call(where, how, kind, monkeypatch):
     calls = []
     two = pairs.two
     monkeypatch.setattr(pairs, "two", lambda *given: calls.append(given) or two(*given))
@@ -71,7 +71,7 @@ def test_both_are_one_call(where, how, kind, monkeypatch):  # noqa: F811
 
 @HOWS
 @pytest.mark.parametrize("kind", ["twice", "no bias", "groups", "written"])
-def test_what_stays_apart(where, how, kind):  # noqa: F811
+def test_what_stays_apart(where, how, kind):
     """A shortcut that others read, two without a bias, groups, and an input that is written in between."""
     torch.manual_seed(0)
     model = Block(kind).to(memory_format=torch.channels_last)
@@ -106,7 +106,7 @@ class Joined(nn.Module):
     *((kind, True) for kind in ("plain", "turned", "norm", "residual", "norm and residual")),
     *((kind, False) for kind in ("no bias", "written", "twice")),
 ])  # fmt: skip
-def test_arrays_that_are_concatenated(where, how, kind, taken):  # noqa: F811
+def test_arrays_that_are_concatenated(where, how, kind, taken):
     torch.manual_seed(0)
     model = Joined(kind).to(memory_format=torch.channels_last)
     alike(lambda: copy.deepcopy(model), how, False, None, images(2, 8, 6, 5, channels_last=True, where=where))
@@ -127,7 +127,7 @@ class Kept(nn.Module):
 
 
 @pytest.mark.parametrize("kind, last, taken", [("", True, True), ("", False, False), ("rows", True, False)])
-def test_a_concatenation_that_stays_is_one_launch(where, kind, last, taken):  # noqa: F811
+def test_a_concatenation_that_stays_is_one_launch(where, kind, last, taken):
     torch.manual_seed(0)
     model = Kept(kind).to(memory_format=torch.channels_last if last else torch.contiguous_format)
     alike(lambda: copy.deepcopy(model), "light", False, None, images(2, 8, 6, 5, channels_last=last, where=where))
@@ -157,7 +157,7 @@ def test_concatenating_on_a_gpu(dtype, shape, more):
 
 
 @HOWS
-def test_arrays_in_c_order_and_gradients_stay_apart(where, how):  # noqa: F811
+def test_arrays_in_c_order_and_gradients_stay_apart(where, how):
     torch.manual_seed(0)
     model = Block()
     alike(lambda: copy.deepcopy(model), how, False, None, images(2, 8, 6, 5, where=where))

@@ -14,14 +14,6 @@ from pycuda_conv.nn import modules, routing
 nn, F = torch.nn, torch.nn.functional
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def where(request):
-    """Where tensors lie."""
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("torch sees no GPU")
-    return request.param
-
-
 @pytest.fixture
 def calls(monkeypatch):
     """What this package computes: "plain" for a module's convolution, "routed" for one in a forward of its own."""

@@ -203,17 +203,6 @@ def test_empty_chunks_are_left_out(here):
     assert pc.conv1d(da.from_array(x[:0], chunks=(0, 2, (0, 20))), w).compute().shape == (0, 4, 20)
 
 
-def test_images_without_a_batch_axis(here):
-    x, w = draw(3, 20, 21), draw(2, 3, 3, 3)
-    check(pc.conv2d(da.from_array(x, chunks=(3, 7, 9)), w, padding=1).compute(), pc.conv2d(x, w, padding=1))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_dtypes(here, dtype):
-    x, w = draw(2, 3, 20, 21, dtype=dtype), draw(4, 3, 3, 3, dtype=dtype)
-    check(pc.conv2d(da.from_array(x, chunks=(1, 3, 7, 9)), w, padding=1).compute(), pc.conv2d(x, w, padding=1))
-
-
 def test_many_take_dask_arrays(here):
     x, w = draw(2, 1, 9, 9), draw(1, 1, 3, 3)
     for lazy in pc.conv2d_many([da.from_array(x, chunks=4)] * 2, w):
@@ -590,36 +579,3 @@ def test_workers_that_see_one_gpu_each(chunks_of, python_env, tmp_path):
         found = client.compute(pc.conv3d(lazy, w, padding=1)).result(timeout=300)
         assert isinstance(found, library.ndarray)
         check(np.asarray(found if chunks_of == "numpy" else found.get()), pc.conv3d(x, w, padding=1))
-
-
-@pytest.mark.skipif((os.cpu_count() or 1) < 4, reason="needs two cores that other tests leave alone")
-def test_two_workers_are_faster_than_one(client):
-    """With one PoCL thread each. The time that the cores spend tells it on a busy machine too, the clock only where nothing else runs."""
-    psutil = pytest.importorskip("psutil", reason="other processes are seen by psutil")
-    processes = {address: psutil.Process(pid) for address, pid in client.run(os.getpid).items()}
-    own = [*processes.values(), psutil.Process()]
-    w = np.ones((16, 16, 7, 7), "f")
-
-    def spent(process):
-        return sum(process.cpu_times()[:2])
-
-    def run(number, **where):
-        """The clock's seconds, those of the core that had the most to do, and how many cores other processes took."""
-        x = da.full((24, 16, 128, 128), number, chunks=(2, 16, 128, 128), dtype="f4")  # a new number: dask knows old results
-        total = pc.conv2d(x, w, padding=3, device="opencl").sum()
-        before, start = [spent(process) for process in own], time.perf_counter()
-        idle = psutil.cpu_times().idle
-        client.compute(total, **where).result()
-        seconds = time.perf_counter() - start
-        used = [spent(process) - was for process, was in zip(own, before, strict=True)]
-        others = psutil.cpu_count() - (psutil.cpu_times().idle - idle + sum(used)) / seconds
-        return seconds, max(used[:2]), others
-
-    for number, address in enumerate(processes):  # which compile
-        run(number, workers=[address])
-    for number in range(2, 10, 2):
-        alone, together = run(number, workers=list(processes)[:1]), run(number + 1)
-        by_core, by_clock, others = alone[1] / together[1], alone[0] / together[0], max(alone[2], together[2])
-        if by_core >= 1.6 and (by_clock >= 1.6 or others > 0.1):
-            return
-    raise AssertionError(f"two workers are {by_clock:.2f} times as fast as one, {by_core:.2f} by the busiest core; others took {others:.1f} cores")

@@ -1,6 +1,7 @@
 """The six public functions against torch's: parameters, layouts, dtypes, and a search over everything at once."""
 
 import ctypes
+import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -45,15 +46,16 @@ def as_kind(kind: str, *arrays):
 
 # ---- one parameter at a time
 
+KINDS = ["numpy", "torch"]
 PARAMETERS = [
     {}, {"stride": 2}, {"padding": 1}, {"dilation": 2}, {"groups": 2}, {"stride": 2, "padding": 1, "groups": 2},
     {"padding": "same"}, {"padding": "same", "dilation": 3}, {"padding": "valid"},
 ]  # fmt: skip
-CALLS = [(t, n, options) for t, n in FUNCTIONS for options in PARAMETERS if not (t and isinstance(options.get("padding"), str))]
+CALLS = [(t, n, options, kind) for i, (t, n) in enumerate(FUNCTIONS) for options, kind in zip(PARAMETERS, itertools.cycle(KINDS[i % 2 :] + KINDS[: i % 2]), strict=False)
+         if not (t and isinstance(options.get("padding"), str))]
 
 
-@pytest.mark.parametrize("kind", ["numpy", "torch"])
-@pytest.mark.parametrize(("transposed", "ndim", "options"), CALLS, ids=[f"{NAMES[t, n]}-{options}" for t, n, options in CALLS])
+@pytest.mark.parametrize(("transposed", "ndim", "options", "kind"), CALLS, ids=[f"{NAMES[t, n]}-{options}-{kind}" for t, n, options, kind in CALLS])
 def test_parameters_mean_what_they_mean_in_torch(device, transposed, ndim, options, kind):
     case = small(transposed, ndim, **options)
     if options == {"padding": "same"} and not transposed:
@@ -96,8 +98,7 @@ UNEVEN = [
 ]
 
 
-@pytest.mark.parametrize("case", UNEVEN, ids=str)
-@pytest.mark.parametrize("as_list", [False, True])
+@pytest.mark.parametrize("case, as_list", zip(UNEVEN, itertools.cycle([False, True]), strict=False), ids=str)
 def test_padding_in_pairs(device, case, as_list):
     arrays = case.integers("float32")
     if as_list:
@@ -105,18 +106,18 @@ def test_padding_in_pairs(device, case, as_list):
     check(case, call(case, *arrays, device), *arrays)
 
 
-@pytest.mark.parametrize(("transposed", "ndim"), FUNCTIONS, ids=NAMES.values())
-@pytest.mark.parametrize("kind", ["numpy", "torch"])
-def test_unbatched_and_without_bias(device, transposed, ndim, kind):
+@pytest.mark.parametrize(("function", "kind"), zip(FUNCTIONS, itertools.cycle(KINDS), strict=False))
+def test_unbatched_and_without_bias(device, function, kind):
+    transposed, ndim = function
     case = small(transposed, ndim)
     x, w, _ = case.integers("float32")
     got = call(case, *as_kind(kind, x[0].copy(), w, None), device)
     assert np.array_equal(np.asarray(got), case.reference(x, w)[0])
 
 
-@pytest.mark.parametrize(("transposed", "ndim"), FUNCTIONS, ids=NAMES.values())
-@pytest.mark.parametrize("kind", ["numpy", "torch"])
-def test_empty_batch_gives_an_empty_result_of_the_right_shape(device, transposed, ndim, kind):
+@pytest.mark.parametrize(("function", "kind"), zip(FUNCTIONS, itertools.cycle(KINDS), strict=False))
+def test_empty_batch_gives_an_empty_result_of_the_right_shape(device, function, kind):
+    transposed, ndim = function
     case = small(transposed, ndim)
     x, w, b = case.integers("float32")
     got = call(case, *as_kind(kind, x[:0], w, b), device)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 import torch
-from reference import DTYPES, EPS, SUM_EPS, covering, needs_nvcc, nvcc_of
+from reference import DTYPES, EPS, SUM_EPS, by_turns, covering, needs_nvcc, nvcc_of
 
 import pycuda_conv as pc
 import pycuda_conv.nn as fused_modules
@@ -94,10 +94,13 @@ class Kernels:
         execute.launch(kind, device, launch, inputs, outs, workspace)
 
 
-@pytest.fixture(params=[(16, 0), (1, 0), (16, 1 << 30)], ids=["many slices", "few slices", "whole"])
+#: Blocks a channel, and the most elements of one that a block takes as a whole. Few slices make threads go around their loops several times.
+SLICES = {"many slices": (16, 0), "few slices": (1, 0), "whole": (16, 1 << 30)}
+
+
+@pytest.fixture(params=SLICES)
 def slices(request, monkeypatch):
-    """Few slices make threads go around their loops several times. Or a block takes all of a channel."""
-    blocks, most_whole = request.param
+    blocks, most_whole = SLICES[request.param]
     monkeypatch.setattr(batch_norm, "BLOCKS", dict.fromkeys(batch_norm.BLOCKS, blocks))
     monkeypatch.setattr(batch_norm, "MOST_WHOLE", most_whole)
     compiled.cache_clear()
@@ -105,7 +108,11 @@ def slices(request, monkeypatch):
     compiled.cache_clear()
 
 
-@pytest.fixture(params=RUNS, ids=["-".join(run) for run in RUNS])
+#: Each shape and type, with the slices by turns.
+KERNELS = pytest.mark.parametrize("kernels, slices", [(RUNS[run], name) for run, name in by_turns(range(len(RUNS)), SLICES)], ids=str, indirect=True)
+
+
+@pytest.fixture
 def kernels(request, device, slices):
     shape, dtype = request.param
     layout, k, plane = (SHAPES | FOURS)[shape]
@@ -121,6 +128,7 @@ def near(got, ref, tolerance: float, scale=None) -> None:
     assert (error <= tolerance * scale).all(), f"off by {np.nanmax(error):.3g} of {np.max(scale):.3g}, {np.max(error / scale):.3g} of it"
 
 
+@KERNELS
 @pytest.mark.parametrize("tracked", [None, 4], ids=["momentum", "cumulative"])
 def test_statistics(kernels, tracked):
     y, eps, momentum = kernels.normals(mean=0.5), 1e-3, 0.3
@@ -140,7 +148,7 @@ def test_statistics(kernels, tracked):
     near(running_var, moved[1], tolerance)
 
 
-@pytest.mark.parametrize("slices", [(16, 1 << 30)], ids=["whole"], indirect=True)
+@pytest.mark.parametrize("slices", ["whole"], indirect=True)
 @pytest.mark.parametrize("kernels", [run for run in RUNS if SHAPES.get(run[0], "N")[0] == "NCHW"], ids="-".join, indirect=True)
 @pytest.mark.parametrize("number", range(3))
 def test_a_forward_pass_by_one_launch(kernels, number):
@@ -161,6 +169,7 @@ def test_a_forward_pass_by_one_launch(kernels, number):
     assert all(map(np.array_equal, *made))
 
 
+@KERNELS
 def test_statistics_without_running_ones_leave_nothing_else(kernels):
     y = kernels.normals()
     mean, invstd = kernels.poisoned(kernels.pixels.K), kernels.poisoned(kernels.pixels.K)
@@ -217,6 +226,7 @@ def normal_cdf(v):
 BENDS = {"relu6": (0, 6), "hardswish": (-3, 3)}
 
 
+@KERNELS
 @pytest.mark.parametrize("turn", range(2 if driver.why_not() is None else 1))
 def test_activations_beyond_relu(kernels, turn):
     """Forwards and backwards: the derivative is computed again from y. Values go beyond all bends. Each run has two of them on a GPU, and one on PoCL."""
@@ -261,9 +271,8 @@ def test_activations_of_huge_values_have_finite_gradients(device, activation):
     near(dy, v.grad, 1e-5)
 
 
-@pytest.mark.parametrize("summed", [False, True], ids=["alone", "with a residual"])
-@pytest.mark.parametrize("affine", [True, False])
-@pytest.mark.parametrize("relu", [True, False])
+@KERNELS
+@pytest.mark.parametrize(("relu", "affine", "summed"), [(True, True, False), (True, False, True), (False, True, True), (False, False, False)])
 def test_forward(kernels, relu, affine, summed):
     y, mean, invstd = kernels.normals(mean=3), kernels.of_channel(1), kernels.of_channel(2)
     gamma, beta = (-kernels.of_channel(3), kernels.of_channel(4)) if affine else (None, None)
@@ -280,6 +289,7 @@ def test_forward(kernels, relu, affine, summed):
 BACKWARDS = [(relu, summed, of_batch, of_batch == (relu == summed)) for relu in (True, False) for summed in (False, True) for of_batch in (True, False)]
 
 
+@KERNELS
 @pytest.mark.parametrize(("relu", "summed", "of_batch", "affine"), BACKWARDS)
 def test_backward(kernels, relu, summed, of_batch, affine):
     y, dout, mean, invstd = kernels.normals(1, mean=1), kernels.normals(2), kernels.of_channel(1), kernels.of_channel(2)
@@ -318,6 +328,7 @@ def test_nan_and_infinity_stay_what_they_are(device):
     assert np.array_equal(np.flatnonzero(~np.isfinite(mean)), [2, 4])
 
 
+@KERNELS
 def test_gradients_of_nan_are_as_torch_s(kernels):
     """A ReLU lets them pass, and where statistics were given they stay with their pixels."""
     y, dout = kernels.normals(1), kernels.normals(2)
@@ -334,6 +345,7 @@ def test_gradients_of_nan_are_as_torch_s(kernels):
     near(sums[0], np.where(masked, 0, dout).astype(np.float64).sum(kernels.axes), 1e-4)
 
 
+@KERNELS
 def test_the_kernels_twice_give_the_same_bits(kernels):
     y, dout, mean, invstd = kernels.normals(1), kernels.normals(2), kernels.of_channel(1), kernels.of_channel(2)
     found = []

@@ -7,6 +7,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from reference import by_turns
 
 import pycuda_conv as pc
 import pycuda_conv.nn as pn
@@ -61,8 +62,7 @@ def test_every_function_of_tensors_is_in_the_list():
     assert set(takers) == set(calls()) == set(FUNCTIONS)
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name, dtype", by_turns(FUNCTIONS, DTYPES), ids=str)
 def test_functions_leave_tensors_resizable(name, dtype):
     tensors, options = calls(dtype)[name]
     made = called(name, tensors, options)
@@ -152,8 +152,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout, dtype", by_turns(LAYOUTS, DTYPES, rounds=2), ids=str)
 def test_a_tensor_is_seen_as_it_lies(dtype, layout):
     tensor = LAYOUTS[layout](draw(2, 3, 4, 4, dtype=dtype))
     if layout == "negated":

@@ -11,8 +11,6 @@ import torch
 from pycuda_conv.cli import main
 from pycuda_conv.tools.benchmarks import hostcost
 
-pytest.importorskip("rich")
-
 
 def test_medians_of_rounds_by_turns(monkeypatch):
     """A clock that stands still but for what calls take."""

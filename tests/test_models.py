@@ -18,8 +18,6 @@ from pycuda_conv.tools.model_rows import Case, Curve, Evaluated, Trained
 from pycuda_conv.tools.rivals import COMPILED, EAGER, INDUCTOR, LIGHT, OURS_REDUCED, REDUCED, Side
 from pycuda_conv.tools.terminal import FAILED, OK, UNUSABLE, ToolError
 
-pytest.importorskip("rich")
-
 CASE = Case("evaluated", "resnet50", 32, "fp32")
 TRAINED = Case("trained", "resnet50", 64, "fp32")
 

@@ -16,13 +16,6 @@ AFTER = {None: lambda v: v, "relu": F.relu, "silu": F.silu, "gelu": F.gelu, "gel
 LIMITS = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def where(request):
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no GPU")
-    return request.param
-
-
 def numbers(*shape, where="cpu", dtype=torch.float32, last=False, mean=0.0):
     x = (torch.randn(shape, device=where) + mean).to(dtype)
     return x.to(memory_format=torch.channels_last) if last else x

@@ -357,7 +357,6 @@ def test_force_replaces_and_keeps_links_and_permissions(command, device):
 
 
 def test_progress_goes_to_stderr_only(command, opencl, monkeypatch):
-    pytest.importorskip("rich", reason="the bar is drawn by rich")
     monkeypatch.setenv("TERM", "xterm-256color")
     save(**{"x[1]": draw(4, 1, 6, 6), "w": draw(1, 1, 3, 3)})
     quiet = command("run", "--filter", "w.npy", "x[1].npy", "y.npy", "--device", "opencl")
@@ -575,7 +574,6 @@ def test_a_case_is_verified_and_timed(opencl, monkeypatch, wrong):
 
 def test_the_whole_report(command, opencl, monkeypatch):
     """With OpenCL and torch's CPU in the GPU's place."""
-    pytest.importorskip("rich", reason="the tables are drawn by rich")
     bus, _ = small(monkeypatch)
     device, convolve = get_device("opencl"), pc.conv2d
     monkeypatch.setattr(hostbench, "_device", lambda *_: device)

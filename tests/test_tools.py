@@ -19,6 +19,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from conftest import why_no_cuda, why_no_opencl
 from reference import python, started
 
@@ -486,16 +487,6 @@ def test_what_the_host_s_path_measured_as_markdown():
 # ---- the command
 
 
-@pytest.fixture
-def torch():
-    return pytest.importorskip("torch", reason="the results are judged by torch")
-
-
-@pytest.fixture
-def rich():
-    return pytest.importorskip("rich", reason="the tables are drawn by rich")
-
-
 @pytest.fixture(params=[(lambda out, i: out.flat[i] + 1e-3), (lambda out, i: np.nan)], ids=["one element off by 1e-3", "one element unwritten"])
 def wrong_kernel(opencl, request, monkeypatch):
     """Every result on OpenCL is wrong in its last element. All outputs are NaN before: such is what is never written."""
@@ -509,7 +500,7 @@ def wrong_kernel(opencl, request, monkeypatch):
     return request.param_index
 
 
-def test_info_tells_its_sections_as_text(command, rich):
+def test_info_tells_its_sections_as_text(command):
     status, out, err = command("info")
     assert (status, err) == (OK, "")
     for words in ("Versions", "numpy", "What the package uses", "default device", "cache folder", str(ROOT)):
@@ -556,21 +547,21 @@ def test_info_tells_contexts_and_pools(python_env):
     assert {key: pool[key] for key in ("device", "kind", "id")} == after["pycuda_current"] and pool["blocks_in_use"] >= 1 and pool["bytes_held"] >= 0
 
 
-def test_verify_passes_and_says_so(command, device, torch, rich):
+def test_verify_passes_and_says_so(command, device):
     status, out, err = command("verify", "--cases", "notebook-single, k1s1p0", "--device", device, "--seed", 7)
     assert (status, err) == (OK, "") and "FAIL" not in out and "torch's" in out
     assert len(re.findall(r" pass *$", out, re.M)) >= 4 and "passed in" in out and "--seed 7 repeats this" in out
     assert ("GPUArray, own context" in out) == device.startswith("cuda")
 
 
-def test_verify_compares_every_dtype(command, device, torch):
+def test_verify_compares_every_dtype(command, device):
     status, out, err = command("verify", "--cases", "float16,bfloat16,float64", "--device", device, "--seed", "5", "--json")
     assert (status, err) == (OK, "")
     arrays = {(r["case"], r["array"]) for r in json.loads(out)["results"]}
     assert ("bfloat16", "torch cpu") in arrays and (("bfloat16", "numpy") in arrays) == (importlib.util.find_spec("ml_dtypes") is not None)
 
 
-def test_verify_s_json_tells_every_comparison_and_a_seed_repeats_it(command, device, torch):
+def test_verify_s_json_tells_every_comparison_and_a_seed_repeats_it(command, device):
     def found():
         status, out, err = command("verify", "--cases", "k1s1p0,notebook-single", "--device", device, "--seed", "5", "--json")
         assert (status, err) == (OK, "")
@@ -591,7 +582,7 @@ def test_a_case_s_data_fit_its_problem_and_do_not_depend_on_the_others():
 
 
 @pytest.mark.parametrize("case", [case for case in verify.CASES.values() if case.problem.border is None], ids=lambda case: case.name)
-def test_the_reference_is_torch_s_float64_convolution(case, torch):
+def test_the_reference_is_torch_s_float64_convolution(case):
     x, w, b = (None if a is None else a.astype("f8") for a in case.data(1))
     named = replace(case, dtype="float64")
     theirs = verify._by_torch(named, (x, w, b), get_device("opencl")) if not why_no_opencl() else pytest.skip(why_no_opencl())
@@ -600,7 +591,7 @@ def test_the_reference_is_torch_s_float64_convolution(case, torch):
     assert np.allclose(ours, theirs, rtol=1e-12, atol=1e-11)
 
 
-def test_verify_fails_when_a_kernel_is_wrong(command, wrong_kernel, torch, rich):
+def test_verify_fails_when_a_kernel_is_wrong(command, wrong_kernel):
     arguments = ("verify", "--cases", "k1s1p0,notebook-single", "--device", "opencl")
     status, out, _ = command(*arguments)
     assert status == FAILED and len(re.findall(r" FAIL *$", out, re.M)) == 4 and "0 of 4 passed" in out
@@ -619,7 +610,7 @@ def empty_pages(folder):
     return pages
 
 
-def test_bench_refuses_to_time_a_wrong_kernel(command, wrong_kernel, torch, rich, tmp_path):
+def test_bench_refuses_to_time_a_wrong_kernel(command, wrong_kernel, tmp_path):
     facts, (_, results) = tmp_path / "b.json", empty_pages(tmp_path)
     status, out, _ = command("bench", "--device", "opencl", "--quick", "--only", ONLY_SMALLEST, "--json", facts, "--pages", tmp_path)
     assert status == FAILED and all(f"WRONG: {problem}" in out for problem in SMALLEST)
@@ -628,7 +619,7 @@ def test_bench_refuses_to_time_a_wrong_kernel(command, wrong_kernel, torch, rich
     assert results.read_text().count("| **WRONG** | - | - | - | - | - |") == 2
 
 
-def test_bench_refuses_a_kernel_that_goes_wrong_while_it_is_timed(command, opencl, torch, rich, monkeypatch):
+def test_bench_refuses_a_kernel_that_goes_wrong_while_it_is_timed(command, opencl, monkeypatch):
     right, calls = OpenCLDevice.run_on_host_arrays, []
 
     def run(self, launch, inputs, out, workspace, stream):
@@ -641,7 +632,7 @@ def test_bench_refuses_a_kernel_that_goes_wrong_while_it_is_timed(command, openc
     assert status == FAILED and "WRONG" in out and len(calls) > 1
 
 
-def test_bench_writes_everything_it_was_asked_for(command, device, torch, rich, tmp_path):
+def test_bench_writes_everything_it_was_asked_for(command, device, tmp_path):
     pytest.importorskip("matplotlib", reason="the plots are drawn by matplotlib")
     if device != "opencl" and not torch.cuda.is_available():
         pytest.skip("this torch has no CUDA")
@@ -671,7 +662,7 @@ def test_bench_writes_everything_it_was_asked_for(command, device, torch, rich, 
     assert text.startswith(f"above\n{BEGIN}\n") and text.endswith(f"{END}\nbelow\n") and f"--only '{ONLY_SMALLEST}' --device {device} --quick`" in text
 
 
-def test_bench_measures_each_mode_on_its_arrays(command, device, torch, rich, tmp_path, monkeypatch):
+def test_bench_measures_each_mode_on_its_arrays(command, device, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib", reason="the plots are drawn by matplotlib")
     if device != "opencl" and not torch.cuda.is_available():
         pytest.skip("this torch has no CUDA")
@@ -696,7 +687,7 @@ def test_bench_measures_each_mode_on_its_arrays(command, device, torch, rich, tm
         assert [(r["mode"], float(r["kept_us"])) for r in csv.DictReader(file)] == [(r["mode"], r["kept_us"]) for r in facts["rows"]]
 
 
-def test_bench_refuses_to_time_a_kernel_that_is_wrong_where_the_filter_is_kept(command, opencl, torch, rich, monkeypatch):
+def test_bench_refuses_to_time_a_kernel_that_is_wrong_where_the_filter_is_kept(command, opencl, monkeypatch):
     right = pc.plan.BoundPlan.__call__
 
     def call(self, input, *, out, stream=None):
@@ -717,7 +708,7 @@ CHECKED = (
 
 @pytest.mark.parametrize("problem", CHECKED, ids=str)
 @pytest.mark.parametrize("changes", [{}, {"layout": "NHWC"}, {"dtype": "float16", "layout": "NHWC"}], ids=str)
-def test_the_truth_of_some_channels_is_that_of_the_whole(torch, monkeypatch, problem, changes):
+def test_the_truth_of_some_channels_is_that_of_the_whole(monkeypatch, problem, changes):
     problem = replace(problem, **changes)
     sets = bench.Operands(torch, problem, "cpu", 1, torch.Generator().manual_seed(1))
     x, w = sets.x[0], sets.w[0]
@@ -741,7 +732,7 @@ def test_the_truth_of_some_channels_is_that_of_the_whole(torch, monkeypatch, pro
         assert not whole.errors(broken).correct and some.errors(broken).correct == (channel not in checked)
 
 
-def test_the_truth_of_float64_has_twice_its_precision(torch):
+def test_the_truth_of_float64_has_twice_its_precision():
     """Against fractions; a result with the errors of float64 sums is then told from one that is rounded once."""
     generator = torch.Generator().manual_seed(2)
     x, w = (torch.randn(shape, dtype=torch.float64, generator=generator) for shape in ((1, 7, 6, 5), (3, 7, 3, 3)))
@@ -756,7 +747,7 @@ def test_the_truth_of_float64_has_twice_its_precision(torch):
 
 
 @pytest.mark.parametrize("modes, words", [(("fp32",), "{0}"), (("tf32", "tf32-nhwc"), "{1}"), (("fp32", "tf32", "fp16"), "{0} in fp32, fp16 and {1} in tf32")])
-def test_the_header_says_how_cudnn_computes(torch, modes, words):
+def test_the_header_says_how_cudnn_computes(modes, words):
     found = []
     for precision in ("fp32", "tf32"):
         with bench.torch_precision(precision) as said:
@@ -764,7 +755,7 @@ def test_the_header_says_how_cudnn_computes(torch, modes, words):
     assert found[0] != found[1] and bench.arithmetic(modes) == words.format(*found)
 
 
-def test_the_python_loop_agrees_with_the_single_call(device, torch, monkeypatch):
+def test_the_python_loop_agrees_with_the_single_call(device, monkeypatch):
     if device != "opencl" and not torch.cuda.is_available():
         pytest.skip("this torch has no CUDA")
     monkeypatch.setattr(bench, "LOOP_PROBLEMS", (ConvProblem.forward(2, (1, 2, 5, 5), (3, 2, 3, 3), padding=1),))
@@ -792,7 +783,7 @@ def test_bench_without_a_gpu_says_what_to_do(command):
     (("bench", "--cold", "--device", "opencl"), "--cold needs a GPU"),
     (("bench", "--device", "opencl", "--plots", __file__), "must be a folder"), (("bench", "--device", "opencl", "--pages", "/no"), "can't be read"),
 ], ids=lambda value: " ".join(map(str, value))[-50:] if isinstance(value, tuple) else "")
-def test_what_cannot_be_done_is_told_in_one_line(command, opencl, torch, arguments, words):
+def test_what_cannot_be_done_is_told_in_one_line(command, opencl, arguments, words):
     status, out, err = command(*arguments)
     assert (status, out) == (UNUSABLE, "")
     assert err.count("\n") == 1 and err.endswith("\n") and words in err and err.startswith("pycuda-conv")
@@ -819,7 +810,7 @@ def test_a_variable_of_the_environment_is_told_in_one_line(command, monkeypatch,
         command("info")
 
 
-def test_training_lists_its_gradients_and_refuses_what_it_does_not_measure(command, torch, rich):
+def test_training_lists_its_gradients_and_refuses_what_it_does_not_measure(command):
     status, out, err = command("bench", "--training", "--list")
     assert (status, err, out.count("\n")) == (OK, "", 18) and out.count("conv2d_weight") == 6 and out.count("gradient by input") == 7
     assert command("bench", "--training", "--list", "--only", "448.*512x448")[1].count("\n") == 1
@@ -830,7 +821,7 @@ def test_training_lists_its_gradients_and_refuses_what_it_does_not_measure(comma
 
 
 @pytest.mark.parametrize("missing, arguments", [("torch", ["bench", "--device", "opencl"]), ("rich.console", ["info"]), ("matplotlib", ["bench", "--device", "opencl", "--plots", "."])])
-def test_a_missing_package_is_told_in_one_line(command, opencl, torch, monkeypatch, missing, arguments):
+def test_a_missing_package_is_told_in_one_line(command, opencl, monkeypatch, missing, arguments):
     monkeypatch.setitem(sys.modules, missing, None)
     status, out, err = command(*arguments)
     assert (status, out, err.count("\n")) == (UNUSABLE, "", 1) and missing.partition(".")[0] in err and "pip install" in err
@@ -850,7 +841,7 @@ def test_lists_name_every_case_and_problem(command):
 COLOUR = re.compile(r"\x1b\[(?:\d+;)*(?:3|4|9|10)[0-7]m")
 
 
-def test_colours_unless_no_color_is_set(command, wrong_kernel, torch, rich, monkeypatch):
+def test_colours_unless_no_color_is_set(command, wrong_kernel, monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     arguments = ("verify", "--cases", "notebook-single", "--device", "opencl")
     assert "\x1b" not in command(*arguments)[1]  # not a terminal
@@ -873,7 +864,7 @@ def process(arguments, tmp_path, env):
     (("-m", "pycuda_conv", "verify", "--list"), "notebook-single"), (("verify.py", "--cases", "notebook-single", "--device", "opencl"), "2 of 2 passed"),
     (("benchmark.py", "--list"), SMALLEST[0]), (("device_info.py", "--json"), '"gpu_count"'),
 ], ids=["-m pycuda_conv", "verify.py", "benchmark.py", "device_info.py"])
-def test_it_starts_from_any_folder(start, expected, opencl, torch, rich, fast_env, tmp_path):
+def test_it_starts_from_any_folder(start, expected, opencl, fast_env, tmp_path):
     env = dict(fast_env)
     if start[0].endswith(".py"):
         if not (ROOT / "scripts").is_dir():
@@ -886,7 +877,7 @@ def test_it_starts_from_any_folder(start, expected, opencl, torch, rich, fast_en
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 @pytest.mark.parametrize("arguments", [("info", "--json"), ("bench", "--list")], ids=" ".join)
-def test_a_full_disk_behind_stdout_is_told_in_one_line(python_env, tmp_path, rich, arguments):
+def test_a_full_disk_behind_stdout_is_told_in_one_line(python_env, tmp_path, arguments):
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "pycuda_conv", *arguments], cwd=tmp_path, env=python_env, stdout=full, stderr=subprocess.PIPE, text=True, timeout=900, check=False,
@@ -922,7 +913,7 @@ def without(names, commands, tmp_path, env, gpu=False):
     return json.loads(done.stdout)
 
 
-def test_verify_needs_no_torch(opencl, rich, fast_env, tmp_path):
+def test_verify_needs_no_torch(opencl, fast_env, tmp_path):
     arguments = ("verify", "--device", "opencl", "--cases", "notebook-single,bfloat16,gradient-by-input", "--seed", "3")
     (status, out, err), (_, facts, _) = without(("torch", "ml_dtypes"), (arguments, (*arguments, "--json")), tmp_path, fast_env)
     assert (status, err) == (OK, "") and "2 of 2 passed" in out and "torch is not installed" in out
@@ -931,7 +922,7 @@ def test_verify_needs_no_torch(opencl, rich, fast_env, tmp_path):
     assert {r["torch_relative"] for r in found["results"]} == {None} and {r["array"] for r in found["results"]} == {"numpy"}
 
 
-def test_without_a_gpu_nobody_is_told_to_install_pycuda(rich, python_env, tmp_path):
+def test_without_a_gpu_nobody_is_told_to_install_pycuda(python_env, tmp_path):
     commands = [("info",), ("bench",), *(("bench", f"--{way}") for way in ("cold", "host", "training", "models")), ("tune",), ("verify", "--device", "0")]
     for arguments, (status, out, err) in zip(commands, without(("pycuda",), commands, tmp_path, python_env), strict=True):
         assert "no NVIDIA GPU was found" in out + err and "[cuda]" not in out + err and "PyCUDA is not" not in out + err, arguments
