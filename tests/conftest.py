@@ -11,6 +11,7 @@ import gc
 import importlib.util
 import math
 import os
+import signal
 import sys
 import time
 from functools import cache
@@ -34,6 +35,9 @@ from hypothesis import HealthCheck, settings
 
 HAS_PYCUDA = importlib.util.find_spec("pycuda") is not None
 
+#: Of a test whose workers, should one be lost, leave it waiting for ever: it fails by itself, and others use its cluster on.
+ends_soon = pytest.mark.timeout(200, method="signal")
+
 # every example compiles kernels of its own, a third of a second on PoCL and a second or two with nvcc
 _common = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
 settings.register_profile("default", max_examples=30, **_common)
@@ -54,6 +58,8 @@ def why_no_opencl() -> str | None:
 
 
 def pytest_configure(config):
+    with contextlib.suppress(ValueError):  # a shell lets a job in its background ignore Ctrl-C, and so would the processes that tests start
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU, PyCUDA and nvcc")
     config.addinivalue_line("markers", "gpu_alone: a GPU's test that takes or counts its whole memory: tests of other processes wait")
     if HAS_PYCUDA:

@@ -500,7 +500,7 @@ def test_threads_that_need_the_same_kernel_compile_it_once():
 
     device.compile = compile
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda _: device.cubin("text", "sm_90").result(), range(8)))
+        found = list(pool.map(lambda _: device.cubin("text", "sm_90").result(300), range(8)))
     assert found == [b"machine code"] * 8 and begun == ["text"]
 
 
@@ -567,7 +567,7 @@ def test_other_batches_and_the_layers_of_a_common_network_are_likely(empty, monk
 def test_another_size_or_batch_of_a_layer_hardly_ever_waits(empty, monkeypatch):
     """Random layers of all families, with their own kernels and what is foreseen beside them. Without that one in five waits."""
     r, made, waiting = random.Random(3), 0, 0
-    for problem in draw(3, 3):
+    for problem in draw(3, 2):
         n, part = max(1, round(problem.N * r.choice((0.25, 0.5, 1, 1.2, 2, 4)))), r.choice((0.5, 0.75, 1, 1.15, 1.5, 2))
         try:
             other = background._resized(replace(problem, N=n), tuple(max(1, round(part * size)) for size in problem.input_size))
@@ -579,7 +579,7 @@ def test_another_size_or_batch_of_a_layer_hardly_ever_waits(empty, monkeypatch):
             patch.setattr(background, "_foreseen", {})
             patch.setattr(Empty, "known", likely(problem, empty) | sources(problem, empty))
             made, waiting = made + 1, waiting + waits(other, empty)
-    assert made > 25 and waiting <= made // 12
+    assert made > 15 and waiting <= made // 12
 
 
 # ---- other orders of sums

@@ -10,6 +10,7 @@ import torch
 from modes import H200
 
 import pycuda_conv as pc
+import pycuda_conv.nn as pn
 from pycuda_conv import ConvArgumentError, ConvProblem, Plan, background, engines
 from pycuda_conv.engines import registry
 from pycuda_conv.memo import forget_plans
@@ -119,12 +120,9 @@ def test_plans_keep_it(device):
     assert ConvProblem.gradient("input", 2, *shapes, algorithm="batch_invariant").batch_invariant
 
 
-def test_calls_inside_and_outside_of_a_block_are_not_mixed_up(monkeypatch, device):
+def test_calls_inside_and_outside_of_a_block_are_not_mixed_up(asked, device):
     """Repeated calls too: a call's key has the option."""
     x, w = np.ones((2, 3, 8, 8), "f"), np.ones((4, 3, 3, 3), "f")
-    asked = []
-    monkeypatch.setattr(ConvProblem, "forward", classmethod(lambda cls, *a, forward=ConvProblem.forward.__func__, **k: (asked.append(k["algorithm"]), forward(cls, *a, **k))[1]))
-    forget_plans()
     for _ in range(2):
         pc.conv2d(x, w, device=device)
         with pc.batch_invariant():
@@ -149,17 +147,22 @@ def model_of(torch):
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.ConvTranspose2d(8, 6, 3, stride=2), nn.Conv2d(6, 8, 3, padding=1, padding_mode="circular"))
 
 
+@pytest.fixture
+def asked(monkeypatch):
+    """The algorithms of all problems that are made."""
+    found = []
+    for name in ("forward", "transposed"):
+        made = getattr(ConvProblem, name).__func__
+        monkeypatch.setattr(ConvProblem, name, classmethod(lambda cls, *a, made=made, **k: (found.append(k["algorithm"]), made(cls, *a, **k))[1]))
+    forget_plans()
+    return found
+
+
 @pytest.mark.parametrize("way", ["called", "compiled", "by our backend"])
-def test_converted_models(way, monkeypatch):
+def test_converted_models(way, asked):
     """An image of a batch as alone; each convolution is planned so, in torch.compile too."""
-    pn = pytest.importorskip("pycuda_conv.nn")
     model = pn.convert(model_of(torch), batch_invariant=True).eval()
     assert "batch_invariant" in repr(model[0]) and model[0].algorithm == "batch_invariant"
-    asked, forward = [], ConvProblem.forward.__func__
-    monkeypatch.setattr(ConvProblem, "forward", classmethod(lambda cls, *a, **k: (asked.append(k["algorithm"]), forward(cls, *a, **k))[1]))
-    transposed = ConvProblem.transposed.__func__
-    monkeypatch.setattr(ConvProblem, "transposed", classmethod(lambda cls, *a, **k: (asked.append(k["algorithm"]), transposed(cls, *a, **k))[1]))
-    forget_plans()
     run = {"called": model, "compiled": torch.compile(model, backend="eager"), "by our backend": torch.compile(model, backend=pn.backend, mode="light")}[way]
     x = torch.randn(5, 3, 14, 13)
     with torch.no_grad():
@@ -172,21 +175,9 @@ def test_converted_models(way, monkeypatch):
     assert type(model[0]) is torch.nn.Conv2d and "algorithm" not in vars(model[0])
 
 
-@pytest.fixture
-def asked(monkeypatch):
-    """The algorithms of all problems that are made."""
-    found = []
-    for name in ("forward", "transposed"):
-        made = getattr(ConvProblem, name).__func__
-        monkeypatch.setattr(ConvProblem, name, classmethod(lambda cls, *a, made=made, **k: (found.append(k["algorithm"]), made(cls, *a, **k))[1]))
-    forget_plans()
-    return found
-
-
 @pytest.mark.parametrize("how", ["an option", "inductor's operators", "a block", "a parameter"])
 def test_compiled_models(how, asked, monkeypatch):
     """What is fused too. Without it, the same graph's problems ask for nothing."""
-    pn = pytest.importorskip("pycuda_conv.nn")
     model, x = model_of(torch).eval(), torch.randn(5, 3, 14, 13)
     if how == "inductor's operators":
         monkeypatch.setattr(pn.compiler, "_compiled_by_inductor", lambda gm, *_: gm.forward)
@@ -205,7 +196,6 @@ def test_compiled_models(how, asked, monkeypatch):
 
 
 def test_batch_norms_in_training_are_not_fused(asked):
-    pn = pytest.importorskip("pycuda_conv.nn")
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU())
     run = pn.compile(model, mode="light", batch_invariant=True)
     x = torch.randn(4, 3, 9, 9)
@@ -215,7 +205,6 @@ def test_batch_norms_in_training_are_not_fused(asked):
 
 @pytest.mark.parametrize("how", ["converted", "from modules", "a block", "compiled"])
 def test_fused_layers_in_evaluation(how, asked):
-    pn = pytest.importorskip("pycuda_conv.nn")
     x = torch.randn(6, 4, 12, 11)
     if how == "from modules":
         layer = pn.FusedConvBnReLU2d.from_modules(pn.Conv2d(4, 8, 3, batch_invariant=True), torch.nn.BatchNorm2d(8)).eval()
@@ -236,7 +225,6 @@ def test_fused_layers_in_evaluation(how, asked):
 
 
 def test_modules_take_it():
-    pn = pytest.importorskip("pycuda_conv.nn")
     for layer in (pn.Conv1d(4, 6, 3, batch_invariant=True), pn.ConvTranspose1d(4, 6, 3, batch_invariant=True)):
         x = torch.randn(5, 4, 30)
         assert torch.equal(layer(x)[2:3], layer(x[2:3])) and layer.algorithm == "batch_invariant"

@@ -222,7 +222,7 @@ for i in range(12):
 
 
 def test_threads_that_build_the_same_entry(cache_folder):
-    barrier, built = threading.Barrier(8), []
+    barrier, built = threading.Barrier(8, timeout=300), []
 
     def build():
         built.append(1)

@@ -1387,7 +1387,7 @@ def test_threads():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(300)
     assert found == [True] * 20
 
 

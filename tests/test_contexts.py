@@ -522,7 +522,7 @@ def test_host_arrays_are_convolved_in_pycudas_current_context(fake):
 
 
 def test_a_thread_and_a_context_for_each_gpu(fake):
-    wrong, start = [], threading.Barrier(4)
+    wrong, start = [], threading.Barrier(4, timeout=300)
 
     def work(i):
         start.wait()
@@ -560,7 +560,7 @@ def test_an_array_of_a_context_that_is_current_in_another_thread(fake):
             pc.conv2d(*made)
     finally:
         done.set()
-        thread.join()
+        thread.join(300)
 
 
 def test_a_driver_without_ids(fake, monkeypatch):

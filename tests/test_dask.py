@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import ends_soon
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from reference import DTYPES, EPS
@@ -503,10 +504,11 @@ def client(cluster):
     from distributed import Client
 
     with Client(cluster) as made:
-        made.wait_for_workers(2)
+        made.wait_for_workers(2, timeout=100)
         yield made
 
 
+@ends_soon
 def test_a_cluster_gives_what_the_whole_gives_and_gets_the_filter_once(client):
     x, w = draw(6, 8, 60, 60), draw(17, 8, 5, 5)
     lazy = pc.conv2d(da.from_array(x, chunks=(1, 8, 20, 20)), w, padding=2, device="opencl")
@@ -514,11 +516,12 @@ def test_a_cluster_gives_what_the_whole_gives_and_gets_the_filter_once(client):
     def received(dask_worker):
         return [key for log in dask_worker.transfer_incoming_log for key, nbytes in log["keys"].items() if nbytes == w.nbytes]
 
-    assert np.array_equal(client.compute(lazy).result(), pc.conv2d(x, w, padding=2, device="opencl"))
+    assert np.array_equal(client.compute(lazy).result(300), pc.conv2d(x, w, padding=2, device="opencl"))
     assert sum(len(keys) for keys in client.run(received).values()) <= 1  # from one worker to the other
     assert pickle.dumps(lazy).count(w.tobytes()) == 1  # and to the scheduler too
 
 
+@ends_soon
 def test_a_worker_that_is_killed_in_the_middle_leaves_no_gap(client, tmp_path):
     killed = tmp_path / "killed"
 
@@ -543,6 +546,7 @@ def test_a_worker_that_is_killed_in_the_middle_leaves_no_gap(client, tmp_path):
     assert client.run(os.getpid) != victim
 
 
+@ends_soon
 def test_a_worker_without_a_gpu_computes_only_if_asked_to(client):
     from pycuda_conv.runtime import default_backend
 

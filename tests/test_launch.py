@@ -269,7 +269,7 @@ def test_threads_share_a_plan(fake, kind, monkeypatch):
         plan.launch(buffers((i + 1) << 40), i + 1)
         expected |= set(fake.asked())
     fake.asked()
-    encode, start = tensor_map.encoded, threading.Barrier(4)
+    encode, start = tensor_map.encoded, threading.Barrier(4, timeout=300)
 
     def slowly(described, address):
         """Let other threads run between a map's making and its use."""

@@ -158,13 +158,13 @@ def test_first_calls_from_several_threads_make_one_device(fast_env, device):
     code = f"""
 import threading, numpy as np
 from pycuda_conv.runtime import get_device
-barrier, found = threading.Barrier(8), []
+barrier, found = threading.Barrier(8, timeout=300), []
 def work():
     barrier.wait()
     found.append(get_device({device!r}))
 threads = [threading.Thread(target=work) for _ in range(8)]
 for t in threads: t.start()
-for t in threads: t.join()
+for t in threads: t.join(300)
 print(len(found), len(set(map(id, found + [get_device({device!r})]))))
 """
     assert python(code, fast_env) == "8 1\n"

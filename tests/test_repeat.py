@@ -819,12 +819,12 @@ def test_other_threads_run_while_a_call_waits_for_the_driver(warm):
     """The driver's queue may be full until one of them has done something. Nor is anybody held up by one that launches nothing more."""
     with torch.no_grad():
         warm.again(lambda: pc.conv2d(x, w))
-    whole, together = warm.whole, threading.Barrier(4)
+    whole, together = warm.whole, threading.Barrier(4, timeout=300)
 
     def work():
         with warm.device, torch.no_grad():
             made = pc.conv2d(x, w)
-            together.wait(300)
+            together.wait()
             return made
 
     warm.fake.blocked.value = 1

@@ -115,7 +115,7 @@ def run(env, folder, redirection, *arguments, **options):
     return subprocess.run(["bash", "-c", f'"$@" {redirection}', "bash", *words], env=env, cwd=folder, capture_output=True, timeout=300, check=False, **options)
 
 
-@pytest.mark.parametrize("redirection", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-", "<&-", "> /dev/full", "2> /dev/full", "> >(exec true)", "2> >(exec true)"])
+@pytest.mark.parametrize("redirection", [">&-", "<&- >&- 2>&-", "> /dev/full", "2> /dev/full", "> >(exec true)"])
 def test_streams_that_take_nothing(blur, fast_env, redirection):
     done = run(fast_env, ".", redirection, "a.png", "b.png", "in/c.png", "made")
     assert done.returncode == OK and pictures("made") == ["a.png", "b.png", "c.png"]
@@ -123,7 +123,7 @@ def test_streams_that_take_nothing(blur, fast_env, redirection):
     assert done.stderr in (b"", b"pycuda-conv run: No space left on device\n") and b"Traceback" not in done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("redirection", [">&-", "2>&-", ">&- 2>&-", "2> /dev/full", "> >(exec true)"])
+@pytest.mark.parametrize("redirection", ["2>&-", "2> /dev/full", "> >(exec true)"])
 def test_the_status_is_the_work_s(blur, fast_env, redirection):
     Path("damaged.png").write_bytes(Path("a.png").read_bytes()[:40])
     done = run(fast_env, ".", redirection, "a.png", "damaged.png", "made")
@@ -131,9 +131,11 @@ def test_the_status_is_the_work_s(blur, fast_env, redirection):
     assert run(fast_env, ".", redirection, "damaged.png", "y.png").returncode == UNUSABLE
 
 
-@pytest.mark.parametrize("locale", [{"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, {"PYTHONIOENCODING": "ascii:strict"}, {"PYTHONIOENCODING": "utf-8:strict"}, {}])
-@pytest.mark.parametrize("name", [b"caf\xc3\xa9.png", b"\xff\xfe.png"], ids=["accent", "no utf-8"])
-def test_names_that_stdout_can_t_encode(blur, fast_env, locale, name):
+@pytest.mark.parametrize("name, locale", [
+    (b"caf\xc3\xa9.png", {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}), (b"caf\xc3\xa9.png", {"PYTHONIOENCODING": "ascii:strict"}),
+    (b"\xff\xfe.png", {"PYTHONIOENCODING": "utf-8:strict"}), (b"\xff\xfe.png", {}),
+])
+def test_names_that_stdout_can_t_encode(blur, fast_env, name, locale):
     try:
         os.rename(b"a.png", name)
     except OSError:
@@ -145,9 +147,10 @@ def test_names_that_stdout_can_t_encode(blur, fast_env, locale, name):
     assert done.returncode == FAILED and done.stderr.count(b"\n") == 2 and b"Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("arguments", [("info",), ("verify", "--list"), ("kernels", "opencl"), ("--help",), ("run", "--help"), ("--version",)], ids=" ".join)
-def test_other_commands_end_quietly_too(fast_env, tmp_path, arguments):
-    for redirection in (">&-", "> >(exec true)"):
-        words = [sys.executable, "-m", "pycuda_conv", *arguments]
-        done = subprocess.run(["bash", "-c", f'"$@" {redirection}', "bash", *words], env=fast_env, cwd=tmp_path, capture_output=True, timeout=300, check=False)
-        assert (done.returncode, done.stderr) == (OK, b"")
+@pytest.mark.parametrize("arguments, redirection", [
+    ("info", ">&-"), ("verify --list", "> >(exec true)"), ("kernels opencl", ">&-"), ("--help", "> >(exec true)"), ("run --help", ">&-"), ("--version", "> >(exec true)"),
+])
+def test_other_commands_end_quietly_too(fast_env, tmp_path, arguments, redirection):
+    words = [sys.executable, "-m", "pycuda_conv", *arguments.split()]
+    done = subprocess.run(["bash", "-c", f'"$@" {redirection}', "bash", *words], env=fast_env, cwd=tmp_path, capture_output=True, timeout=300, check=False)
+    assert (done.returncode, done.stderr) == (OK, b"")

@@ -554,22 +554,16 @@ def test_verify_passes_and_says_so(command, device):
     assert ("GPUArray, own context" in out) == device.startswith("cuda")
 
 
-def test_verify_compares_every_dtype(command, device):
-    status, out, err = command("verify", "--cases", "float16,bfloat16,float64", "--device", device, "--seed", "5", "--json")
-    assert (status, err) == (OK, "")
-    arrays = {(r["case"], r["array"]) for r in json.loads(out)["results"]}
-    assert ("bfloat16", "torch cpu") in arrays and (("bfloat16", "numpy") in arrays) == (importlib.util.find_spec("ml_dtypes") is not None)
-
-
 def test_verify_s_json_tells_every_comparison_and_a_seed_repeats_it(command, device):
     def found():
-        status, out, err = command("verify", "--cases", "k1s1p0,notebook-single", "--device", device, "--seed", "5", "--json")
+        status, out, err = command("verify", "--cases", "k1s1p0,bfloat16", "--device", device, "--seed", "5", "--json")
         assert (status, err) == (OK, "")
         return json.loads(out)
 
     facts = found()
     assert (facts["device"], facts["seed"], facts["passed"]) == (device, 5, True)
-    assert [r["case"] for r in facts["results"] if r["array"] == "numpy"] == ["k1s1p0", "notebook-single"]
+    arrays = {(r["case"], r["array"]) for r in facts["results"]}
+    assert {("k1s1p0", "numpy"), ("bfloat16", "torch cpu")} <= arrays and (("bfloat16", "numpy") in arrays) == (importlib.util.find_spec("ml_dtypes") is not None)
     assert all(r["passed"] and 0 < r["relative_error"] <= r["relative_limit"] and r["of_bound"] <= 1 for r in facts["results"])
     assert [r["max_error"] for r in found()["results"]] == [r["max_error"] for r in facts["results"]]
 

@@ -426,7 +426,7 @@ def test_an_untuned_problem_is_measured_once_and_the_best_is_kept(measured):
 
 
 def test_threads_that_ask_at_the_same_time_measure_once(measured):
-    barrier = threading.Barrier(6)
+    barrier = threading.Barrier(6, timeout=300)
 
     def ask(_):
         barrier.wait()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import why_no_cuda, why_no_opencl
+from conftest import ends_soon
 from reference import started
 
 import pycuda_conv as pc
@@ -36,9 +36,8 @@ fsspec = pytest.importorskip("fsspec")
 @pytest.fixture(params=["opencl", pytest.param("cuda", marks=pytest.mark.gpu)])
 def command(request, command, monkeypatch, tmp_path):
     """`pycuda-conv run`, in a folder of its own and in small chunks. It names no GPU."""
-    why = why_no_opencl() if request.param == "opencl" else why_no_cuda()
-    if why:
-        pytest.skip(why)
+    if request.param == "opencl":
+        request.getfixturevalue("opencl")
     place = ["--device", "opencl"] * (request.param == "opencl")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(work, "WORK_BYTES", 1 << 13)
@@ -500,9 +499,6 @@ def test_a_full_disk_is_told_and_leaves_nothing(fast_env, opencl, tmp_path, monk
 
 
 # ---- clusters
-
-#: A task whose worker is lost waits for ever: such a test fails by itself, and its cluster ends.
-ends_soon = pytest.mark.timeout(200, method="signal")
 
 CLUSTER = """
 import sys, time
