@@ -28,7 +28,7 @@ from pycuda_conv.nn import compiler, linear
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 HOWS = "light", "operators"
-#: Whether each case is tried on torch's model and on a converted one, in both modes, evaluated and trained: three times as many compilations.
+#: Whether each case is tried on torch's and on a converted model, in both modes, evaluated and trained: three times as many compilations.
 EVERY_WAY = "PYCUDA_CONV_TESTS_EVERY_WAY" in os.environ
 #: Converted models too, which reach the rewrite by another operator.
 WAYS = pytest.mark.parametrize(
@@ -37,7 +37,7 @@ WAYS = pytest.mark.parametrize(
 
 
 def trainings(kind, how):
-    """Evaluation and training for torch's own model in light mode; one of them for the other ways, as each compilation takes half a second."""
+    """Evaluation and training for torch's own model in light mode; one of them for the other ways, for compilations take long."""
     return (False, True) if EVERY_WAY or (kind, how) == ("torch's", "light") else (how == "operators",)
 
 
@@ -1453,7 +1453,7 @@ def test_operators_are_checked_by_torch():
 
 @pytest.mark.filterwarnings("ignore")
 def test_inductor_puts_nothing_in_front_of_our_operators(where, tmp_path, monkeypatch):
-    """One graph by inductor itself: the code around our operators has no copies, and the numbers are torch's. It takes a compiler of C++."""
+    """One graph by inductor, with a compiler of C++: the code around our operators has no copies, and the numbers are torch's."""
     import shutil
 
     if where == "cpu" and not shutil.which("g++"):

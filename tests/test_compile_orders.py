@@ -1,4 +1,4 @@
-"""Activations behind steps that change the shape alone, which are computed in front of these, and the order of filters that a graph computes."""
+"""Activations behind steps that change the shape alone, which move in front of them, and the order of filters that a graph computes."""
 
 import pytest
 import torch

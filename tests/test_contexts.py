@@ -614,7 +614,7 @@ def test_memory_without_a_context(fake):
 
 
 def test_torch_in_a_context_that_is_no_primary_one(fake, monkeypatch):
-    """Its memory lies there if pycuda.autoinit was current when torch first used the GPU. Then the call is made there; memory of the primary one is refused."""
+    """Its memory lies there if pycuda.autoinit was current at torch's first use. The call is made there; the primary one's memory is refused."""
     from pycuda_conv.arrays.tensors import TORCH, TorchKind
 
     kept = []

@@ -159,7 +159,7 @@ def residual():
     )  # fmt: skip
 
 
-#: How many convolutions there are, how many chains a compiled graph has in evaluation and in training, how many keep their own forward; input.
+#: Numbers of convolutions, of a compiled graph's chains in evaluation and in training, of layers that keep their own forward; input.
 NETWORKS = {
     "ResNet": (residual, 7, 7, 7, 2, (2, 3, 9, 8)),
     "video": (video, 2, 2, 2, 0, (2, 2, 4, 5, 6)),

@@ -1,4 +1,4 @@
-"""What is handed out: sources with all that their tests need, wheels of the same bytes, links that lead somewhere; and the set-up of a checkout."""
+"""What is handed out: sources with all that tests need, wheels of the same bytes, links that lead somewhere; a checkout's set-up."""
 
 import email
 import os

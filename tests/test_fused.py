@@ -94,7 +94,7 @@ class Kernels:
         execute.launch(kind, device, launch, inputs, outs, workspace)
 
 
-#: Blocks a channel, and the most elements of one that a block takes as a whole. Few slices make threads go around their loops several times.
+#: Blocks a channel, and the most elements of one that a block takes as a whole. With few slices threads go around their loops.
 SLICES = {"many slices": (16, 0), "few slices": (1, 0), "whole": (16, 1 << 30)}
 
 
@@ -229,7 +229,7 @@ BENDS = {"relu6": (0, 6), "hardswish": (-3, 3)}
 @KERNELS
 @pytest.mark.parametrize("turn", range(2 if driver.why_not() is None else 1))
 def test_activations_beyond_relu(kernels, turn):
-    """Forwards and backwards: the derivative is computed again from y. Values go beyond all bends. Each run has two of them on a GPU, and one on PoCL."""
+    """Forwards and backwards: the derivative is computed again from y. Values go beyond all bends. Each run has two on a GPU, one on PoCL."""
     pixels, beyond = kernels.pixels, [one for one in ACTIVATED if one not in (None, "relu")]
     run = [(pixels.layout, pixels.K, pixels.plane, pixels.dtype) == (*(SHAPES | FOURS)[shape], dtype) for shape, dtype in RUNS].index(True)
     activation = beyond[(run + 3 * turn + 4 * (batch_norm.BLOCKS["NCHW"] == 1)) % len(beyond)]

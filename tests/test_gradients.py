@@ -197,7 +197,7 @@ def test_a_matrix_product_adds_up_256_products_by_themselves(device):
 
 @pytest.mark.parametrize(("size", "limit"), [((3, 4), 1.6e-7), ((5, 7), 2.5e-7)])
 def test_a_transposed_convolution_adds_up_few_filters_or_a_row_by_themselves(device, size, limit):
-    """A block's 16 filters in one chain would be off by 2.2e-7 and 3.3e-7. Filters of 3x3 have a text of their own on a GPU, which is such a chain."""
+    """A block's 16 filters in one chain would be off by 2.2e-7 and 3.3e-7. A GPU's own text for 3x3 is such a chain."""
     dy, w = (np.random.default_rng(seed).standard_normal(shape).astype("f") for seed, shape in ((1, (1, 16, 9, 9)), (2, (16, 8, *size))))
     assert off(Dgrad(128, 16, 8), device, ConvProblem.transposed(2, dy.shape, w.shape), dy, w) < limit
 

@@ -1262,7 +1262,7 @@ def test_a_broken_context_raises_and_leaves_no_thread(gpus, cut):
 
 @pytest.mark.parametrize("point", ["send", "receive", "launch", "done", "_next_lane"])
 def test_an_interrupted_call_leaves_nothing(gpus, cut, monkeypatch, point):
-    """Ctrl-C, which Python raises when a call of C or of the driver returns: threads and streams are waited for, and the next call is right."""
+    """Ctrl-C, raised when a call of C or of the driver returns: threads and streams are waited for, and the next call is right."""
     cut(7000, 1500)
     arrays, before, interrupted = IMAGES.integers("float32"), memory(gpus), 0
     expected = IMAGES.reference(*arrays)

@@ -190,7 +190,7 @@ def test_verify_ends_soon(fast_env, tmp_path, number, status):
 
 
 def test_ctrl_c_while_python_makes_a_class_ends_with_the_status(python_env, tmp_path):
-    """dataclass() and namedtuple() give texts to exec(), where imports spend much of their time: a caught Ctrl-C ended the process by itself."""
+    """dataclass() and namedtuple() give texts to exec(), where imports spend much time: a caught Ctrl-C ended the process by itself."""
     (tmp_path / "started.py").write_text("""
 from pycuda_conv import cli
 def work(argv):

@@ -187,7 +187,7 @@ def test_an_error_of_the_driver_says_what_failed(fake, kind):
 
 
 def test_too_little_memory(fake, monkeypatch):
-    """A small buffer may take what the pool holds; the error says how much was asked for. Streams that the driver refuses are made later."""
+    """A small buffer may take what the pool holds; the error says how much was asked for. Refused streams are made later."""
     device = fake.device("python")
     monkeypatch.setattr(driver, "pinned", lambda: SimpleNamespace(empty=lambda shape, dtype: None))
     with device:

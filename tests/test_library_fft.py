@@ -1,4 +1,4 @@
-"""Large filters by a library's transforms: elements are as right as sums of products, whatever the numbers; and what `algorithm` asks for."""
+"""Large filters by a library's transforms: elements are as right as sums, whatever the numbers; and what `algorithm` asks for."""
 
 import pickle
 from dataclasses import replace

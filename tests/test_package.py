@@ -75,7 +75,7 @@ def test_public_names_and_version():
 
 
 def test_numpy_computes_in_one_thread():
-    """It was told so before it was loaded. With a thread a processor in each worker, which spin while they wait, the tests took twice the time."""
+    """It was told so before it was loaded: a thread a processor in each worker, which spin while they wait, took twice the time."""
     threadpoolctl = pytest.importorskip("threadpoolctl")
     assert all(library["num_threads"] == 1 for library in threadpoolctl.threadpool_info() if library["internal_api"] == "openblas")
 
@@ -228,7 +228,7 @@ def test_cache_folder_variable(monkeypatch, tmp_path):
 
 # ---- the kernel files by hand
 
-#: GPUs and dtypes that kernel files are compiled for: those without an architecture of their own, two by turns, those with one, one by turns; with --all-texts, all.
+#: GPUs and dtypes for kernel files without an architecture of their own, two by turns, and with one, one by turns; with --all-texts, all.
 VARIANTS = [[("sm_75", 64), ("sm_100", 16)], [("sm_80", 17), ("sm_90", 32)]]
 VARIANTS_BESIDE = [[("sm_80", 17)], [("sm_90", 64)], [("sm_100", 16)]]
 MORE_VARIANTS = [("sm_80", 32), ("sm_90", 16), ("sm_90", 17), ("sm_90", 32), ("sm_90", 64), ("sm_100", 32)]
@@ -306,7 +306,7 @@ def texts_of(file: Path) -> dict[tuple[str, int], tuple[str, str]]:
 @needs_nvcc
 @pytest.mark.parametrize("first", range(0, len(OF_NVCC), 14), ids=lambda first: OF_NVCC[first].name)
 def test_kernel_files_compile_by_hand_and_do_not_spill(first):
-    """With the values they give themselves. Between them, for every dtype, and for the oldest and newest GPUs that this nvcc knows. Together, which takes less time."""
+    """With the values they give themselves; between them for every dtype, the oldest and newest GPUs. Together, which takes less time."""
     texts = {(named(file), *variant): text for file in OF_NVCC[first : first + 14] for variant, text in texts_of(file).items()}
     for (name, arch, dtype), result in zip(texts, nvcc_of(list(texts.values())), strict=True):
         what = f"{name}, {arch}, DTYPE={dtype}:\n{result.stderr}"

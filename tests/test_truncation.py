@@ -98,7 +98,7 @@ def test_small_integers_stay_exact(depth):
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
 def test_what_the_kernels_give_back(tmp_path):
-    """The header's own text, by g++: sums that are not finite stay as they are, so do those that nothing was cut from, and others are as in the model."""
+    """The header's own text, by g++: sums that are not finite or that nothing was cut from stay, others are as in the model."""
     text = (KERNEL_DIR / "core/truncation.cuh").read_text().split('#include "core/numbers.cuh"')[1]
     (tmp_path / "lost.cpp").write_text(SHIM + text + 'extern "C" float lost(float to, float sum, float part) { return with_lost(to, sum, part); }\n')
     subprocess.run(["g++", "-shared", "-fPIC", "-o", tmp_path / "lost.so", tmp_path / "lost.cpp"], check=True)

@@ -170,7 +170,7 @@ def test_all_kernels_are_compiled_before_the_first_case(monkeypatch):
 
 
 def test_the_table_of_errors_is_made_of_the_report(tmp_path):
-    """One row for each engine and arithmetic; the largest error of several problems; clearly larger ones are bold; transforms are left out."""
+    """A row an engine and arithmetic; the largest error of several problems; clearly larger ones are bold; no transforms."""
     results = [
         asdict(replace(judged(factor), case=f"e fp32{asked} fprop, {numbers}", engine=engine, arithmetic="fp32", numbers=numbers))
         for engine, numbers, factor, asked in (

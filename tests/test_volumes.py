@@ -440,7 +440,7 @@ sys.exit(cli.main(["run", *sys.argv[1:]]))
 
 
 def start(env, *arguments, seconds=0.05, **options):
-    """The command in a process of its own, whose chunks take a while to be read: all but the first so long that a test which gets no core meanwhile still finds it running."""
+    """The command in a process of its own, whose chunks take a while to be read: so long that a test without a core still finds it running."""
     return started("-c", SLOW.format(seconds=seconds), *arguments, env=env, text=True, **options)
 
 
@@ -580,7 +580,7 @@ def cluster(fast_env, tmp_path_factory):
 
 
 def disk_is_full(full):
-    """Run on a worker: no chunk can be written any more, or again. The process could not bear a limit on its files: dask and PoCL write some, too."""
+    """Run on a worker: no chunk can be written, or can again. A limit on all files would end the worker: dask and PoCL write some, too."""
     from zarr.storage import LocalStore
 
     async def set(*_):
