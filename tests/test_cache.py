@@ -433,7 +433,7 @@ def calls(env, folder, do="", **more):
     return done.stdout.splitlines()
 
 
-@pytest.mark.parametrize("options", ["size=256k", "size=16m,nr_inodes=12", "size=16m,ro"])
+@pytest.mark.parametrize("options", ["size=16m,nr_inodes=12", "size=16m,ro"])
 def test_pocl_works_elsewhere_where_the_cache_has_no_room(opencl, fast_env, tmp_path, options):
     with small_file_system(tmp_path / "small", options) as folder:
         assert calls(fast_env, folder) == SUMS

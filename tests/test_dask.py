@@ -269,13 +269,13 @@ def test_names_follow_the_arguments():
     assert len(one | {other.name for other in others}) == 1 + len(others)
 
 
-def test_nothing_grows_over_ten_thousand_chunks(here):
+def test_nothing_grows_over_thousands_of_chunks(here):
     psutil = pytest.importorskip("psutil", reason="memory is read by psutil")
     x, w = da.ones((1000, 1, 8), chunks=(1, 1, 8), dtype="f4"), np.ones((1, 1, 3), "f")
     sums = pc.conv1d(x, w, padding=1).sum(split_every=100)
 
     used, plans = [], set()
-    for _ in range(11):
+    for _ in range(6):
         assert sums.compute(scheduler="sync") == 22_000
         gc.collect()  # graphs refer to themselves: how many of the last ones are still there is chance
         used.append(psutil.Process().memory_info().rss)
@@ -283,7 +283,7 @@ def test_nothing_grows_over_ten_thousand_chunks(here):
     assert len(plans) == 1
     grown = [after - before for before, after in itertools.pairwise(used)]
     # over most thousands, for compilers that run in the background load what they need once
-    assert sorted(grown)[5] < (16 << 20) // 10, f"memory grew by {grown} bytes, over 1,000 chunks each"
+    assert sorted(grown)[2] < (16 << 20) // 10, f"memory grew by {grown} bytes, over 1,000 chunks each"
 
 
 def test_a_volume_of_a_hundred_gigabytes_is_a_graph_at_once(here):

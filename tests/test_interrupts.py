@@ -146,7 +146,7 @@ def test_ctrl_c_in_a_call_comes_soon_and_leaves_everything_usable(fast_env, tmp_
 
 
 @pytest.mark.parametrize("kind, number, word", [
-    ("npy", signal.SIGTERM, "terminated"), ("zarr", signal.SIGINT, "interrupted"), ("tif", signal.SIGTERM, "terminated"), ("npy", signal.SIGINT, "interrupted"),
+    ("npy", signal.SIGTERM, "terminated"), ("zarr", signal.SIGINT, "interrupted"), ("tif", signal.SIGTERM, "terminated"),
 ])  # fmt: skip
 def test_the_command_ends_soon(fast_env, tmp_path, kind, number, word):
     """With kernels that would take minutes."""
