@@ -83,11 +83,6 @@ def close(got, expected):
     torch.testing.assert_close(got.double(), expected.double(), rtol=2e-2 if expected.dtype in DTYPES[:2] else 1e-4, atol=2e-2 if expected.dtype in DTYPES[:2] else 1e-4)
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def where(request):
-    return request.param
-
-
 @pytest.mark.parametrize("make", [Spoken, Older])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_same_librarys_array_comes_out(where, make, dtype):
