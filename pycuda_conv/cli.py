@@ -163,6 +163,7 @@ def parser() -> argparse.ArgumentParser:
     verify.add_argument("--device", type=_device, help="0, cuda:1, opencl, ...; by default the first GPU, or OpenCL without one")
     verify.add_argument("--list", action="store_true", help="print the cases and stop")
     verify.add_argument("--json", action="store_true", help="print JSON")
+    verify.add_argument("--pages", type=Path, metavar="DIR", help="write the errors into docs/results.md of this checkout")
 
     bench = commands.add_parser("bench", help="measure the suite of problems against torch, after verifying each")
     bench.add_argument("--only", metavar="REGEX", help="only problems whose text matches; --list shows the texts")
@@ -177,7 +178,7 @@ def parser() -> argparse.ArgumentParser:
         "with every kind of numbers, those that take the exact path too",
     )
     bench.add_argument("--untuned", action="store_true", help="leave measured choices out of account: the models choose")
-    bench.add_argument("--quick", action="store_true", help="fewer repetitions")
+    bench.add_argument("--quick", action="store_true", help="fewer repetitions; with --batches: bits alone, no times")
     bench.add_argument("--host-calls", action="store_true", help="measure only what a call costs on the host")
     bench.add_argument("--host-cost", action="store_true", help="measure what each way to call costs the host, against torch, and threads")
     bench.add_argument("--loop", action="store_true", help="measure a loop of launches over images and channels against one launch")
@@ -199,7 +200,7 @@ def parser() -> argparse.ArgumentParser:
         "--draw", type=_count, metavar="N", help="with --models: N of timm's networks, drawn by the seed; with --suite drawn: of each kind"
     )
     bench.add_argument(
-        "--seconds", type=_seconds, metavar="SECONDS", help="of layers, --models, --batches: begin no case after so many seconds"
+        "--seconds", type=_seconds, metavar="SECONDS", help="of most benchmarks: begin no case after so many seconds"
     )
     bench.add_argument("--devices", type=_devices, metavar="all|0,1,...", help="with --host: measure several of these GPUs at once too")
     bench.add_argument("--device", type=_device, help="a GPU, or opencl: a few small problems on PoCL against torch on the CPU")
@@ -333,7 +334,9 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.command == "verify":
         from pycuda_conv.tools import verify
 
-        return verify.list_cases() if arguments.list else verify.run(arguments.cases, arguments.device, arguments.seed, arguments.json)
+        if arguments.list:
+            return verify.list_cases()
+        return verify.run(arguments.cases, arguments.device, arguments.seed, arguments.json, arguments.pages)
     if arguments.command == "run":
         from pycuda_conv.tools import run
 
@@ -438,14 +441,16 @@ def _check_benchmarks(arguments: argparse.Namespace) -> None:
     layers = arguments.suite != "published"
     if arguments.draw is not None and arguments.models is None and arguments.suite != "drawn":
         raise ToolError("--draw goes with --models and --suite drawn only")
-    timeless = [name for name in asked if name not in ("models", "batches") and arguments.models is None]
+    timed = "models", "batches", "training", "host", "energy"
+    timeless = [name for name in asked if name not in timed and arguments.models is None]
     if arguments.seconds is not None and timeless:
         raise ToolError(f"--seconds is not for --{timeless[0].replace('_', '-')}")
     of_others = ["list", "kind", "quick", "csv", "plots", "pages"]
     of_others_alone = (
-        ("cold", [*of_others, "mode", "seed"]), ("families", [*of_others, "only"]), ("loop", ["list"]), ("batches", [*of_others, "only"]),
+        ("cold", [*of_others, "mode", "seed"]), ("families", [*of_others, "only"]), ("loop", ["list"]),
+        ("batches", [*(option for option in of_others if option != "quick"), "only"]),
         ("energy", ["list", "kind", "mode", "quick", "csv", "plots", "only"]),
-        ("images", ["list", "kind", "mode", "csv", "plots", "pages", "seed"]),
+        ("images", ["list", "kind", "mode", "csv", "plots", "seed"]),
     )  # fmt: skip
     of_suites = {"kernelbench": ["mode"], "numbers": ["mode", "only", "plots"], "drawn": ["only", "plots"]}
     of_layers = ["list", "kind", "csv", "quick", *of_suites.get(arguments.suite, [])]

@@ -40,7 +40,10 @@ class WrongResultError(RuntimeError):
 
 
 class Compiler:
-    """Compiles the configurations worth trying: several kernels at a time, each once, until the end of a ``with`` block."""
+    """Compiles the configurations worth trying: several kernels at a time, each once, until the end of a ``with`` block.
+
+    Their kernels are loaded by whoever asks for their plans: a kernel that is loaded slows down others that are measured meanwhile.
+    """
 
     def __init__(self, device: CudaDevice) -> None:
         self._device = device
@@ -63,9 +66,13 @@ class Compiler:
         for step in _steps(problem, configs, self._device):
             name = step.kernel, step.source()
             if name not in self._coming:
-                self._coming[name] = self._pool.submit(self._device.launcher, step)
+                self._coming[name] = self._pool.submit(self._compiled, step)
             kernels.append(self._coming[name])
         self._begun[problem] = configs, kernels
+
+    def _compiled(self, step: KernelLaunch) -> None:
+        if not self._device.compiled(step):
+            self._device.queue.cubin(step.source(), step.arch).result()
 
     def configs(self, problem: ConvProblem) -> list[engines.Config]:
         """The configurations worth trying for `problem`, compiled."""

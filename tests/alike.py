@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import emulator
 import numpy as np
 import pytest
 import simt
-from modes import H200, asked, dtype_of
+from modes import H200, asked, dtype_of, program_of
 from reference import ACTIVATIONS, EPS, Case, activated, assert_close, assert_exact, covering, nvcc_of, spills
 
 from pycuda_conv import ConvProblem, engines
@@ -39,7 +38,7 @@ def sharing(options: Iterable[Sequence[tuple]], problem_of: Callable[..., ConvPr
     for runs in options:
         best = None
         for run in runs:
-            launches = [launch for step in emulator.program_of(problem_of(*run[:2]), run[2], 3).whole for launch in step]
+            launches = [launch for step in program_of(problem_of(*run[:2]), run[2]).whole for launch in step]
             texts = {(launch.kernel, *launch.defines.items()) for launch in launches}
             values = {run[1], str(run[2]), *((launch.kernel, *define) for launch in launches for define in launch.defines.items())}
             better = len(values - met), -len(texts - compiled)
@@ -108,12 +107,16 @@ def check_refused_on(device: Any, problem: ConvProblem, config: Any, reason: str
     check_refused(lambda *given: engines.refusal(*given, device), lambda *given: engines.schedule(*given, device), problem, config, reason)
 
 
+#: Defines whose defaults stand elsewhere.
+OTHERWISE = {"DTYPE", "INDEX_64", "TWIN"}
+
+
 def check_steps(program, kernel: str) -> None:
     """The arguments are those of the kernel's struct, and every define is one that the kernel's file gives a default."""
     for step in (step for stage in (*program.prepare, *program.steps, *program.whole, *(program.filter_last or ())) for step in stage):
         text = kernel_file(step.file or step.kernel).read_text()
         defaults = set(re.findall(r"^#define (\w+) -?\d+", re.split(r"^#endif", text, maxsplit=1, flags=re.M)[0], re.M))
-        assert set(step.defines) - {"DTYPE", "INDEX_64"} <= defaults
+        assert set(step.defines) - OTHERWISE <= defaults or step.kernel == "direct_gemm"
         if step.kernel == kernel:
             phases = step.defines.get("PHASES", 1)
             mends = kernel == "hopper_gemm" and step.defines["OUT"] == 32 and not step.defines["BF16"]
@@ -123,7 +126,7 @@ def check_steps(program, kernel: str) -> None:
             structs = phases + repeats + d.get("FLIPPED", 0)  # how phases are repeated, or tiles stored
             assert (
                 len(step.structs) == structs + (phases + 1 if mends else 0) + joins
-                and set(step.defines) - {"DTYPE", "INDEX_64"} == defaults
+                and set(step.defines) - OTHERWISE == defaults
                 and step.source()
             )
         assert all(isinstance(v, int) and -(2**63) <= v < 2**63 for v in step.numbers)
@@ -143,9 +146,23 @@ def check_compiled(steps: dict, most: int = 0, most_sm80: int | None = None) -> 
     assert not wrong, "\n".join(wrong)
 
 
-def check_moments(problem: ConvProblem, config, arrays, run=None) -> None:
+def moments(problem: ConvProblem, config, *arrays) -> tuple[np.ndarray, np.ndarray, np.ndarray, bool]:
+    """The result of launches that note moments, each channel's mean and variance by them, and whether results were computed again since."""
+    program = program_of(problem, config, 5, True)
+    noted, memory = program.moments, simt.Memory(problem, program, *arrays)
+    simt.run(program.whole, memory, 1)
+    slices = noted.sets * -(-noted.span // noted.per)
+    parts = memory.view((simt.WORKSPACE, noted.parts), "float32")[: slices * 2 * noted.channels].reshape(slices, 2, -1).astype(float)
+    count = np.minimum(noted.per, noted.span - np.arange(slices) % (slices // noted.sets) * noted.per)[:, None]
+    mean = (count * parts[:, 0]).sum(0) / count.sum()
+    variance = (parts[:, 1] + count * (parts[:, 0] - mean) ** 2).sum(0) / count.sum()
+    redone = memory.view((simt.WORKSPACE, noted.redone), "int32")[: noted.blocks]
+    return memory.result(problem, arrays[0].dtype.name), mean, variance, bool(redone.any())
+
+
+def check_moments(problem: ConvProblem, config, *arrays) -> None:
     """For a batch norm: they are the result's own."""
-    y, mean, variance, redone = emulator.emulate_moments(problem, config, *arrays, run=run)
+    y, mean, variance, redone = moments(problem, config, *arrays)
     y = y.astype(float).swapaxes(0, 1).reshape(len(mean), -1)
     scale = np.sqrt((y**2).mean(1))
     assert (np.abs(mean - y.mean(1)) <= 1e-6 * scale).all() and (np.abs(variance - y.var(1)) <= 1e-6 * scale**2).all()

@@ -54,6 +54,26 @@ SINGLE_CHANNEL = [
     fprop((3, 12, 11), (3, 1, 11, 11), groups=3, padding=5),
 ]
 
+# One ordinary problem for each kind of plain kernel, a little larger than the largest tile so that whole and partial tiles occur.
+GENERAL = fprop((3, 11, 13, 10), (70, 11, 3, 2), padding=(1, 0), stride=(1, 2))
+POINTWISE = fprop((2, 36, 8, 10), (68, 36, 1, 1))  # takes the 16-byte loads of B and stores of the result
+DEPTHWISE = fprop((2, 3, 19, 67), (6, 1, 3, 5), padding=((1, 2), (2, 0)), groups=3)
+TRANSPOSED = dgrad((2, 10, 5, 6), (10, 9, 3, 2), padding=(1, 0), stride=(1, 2))
+FLIPPED = dgrad((2, 3, 19, 67), (3, 1, 3, 5), padding=((1, 2), (2, 0)), dilation=(2, 1), groups=3)  # a forward convolution of another filter
+
+ALONE = [  # transposed convolutions of a channel alone, with strides of powers of two
+    dgrad((2, 3, 9, 21), (3, 1, 3, 5), groups=3, stride=2, padding=((1, 2), (2, 0)), output_padding=1, bias=False),
+    dgrad((1, 2, 5, 7), (2, 1, 7, 3), groups=2, stride=(4, 2), padding=(3, 1), dilation=(1, 3)),
+    dgrad((2, 2, 6, 4), (2, 1, 1, 1), groups=2, stride=(1, 4)),
+    dgrad((3, 2, 31), (2, 1, 5), groups=2, stride=2, padding=2),
+    dgrad((1, 1, 1, 1), (1, 1, 1, 1)),
+    dgrad((2, 5, 9, 35), (5, 1, 7, 2), groups=5, padding=((3, 1), (0, 1)), bias=False),
+    dgrad((1, 2, 17, 13), (2, 1, 3, 2), groups=2, dilation=(2, 5), padding=(1, 4)),
+    dgrad((1, 2, 12, 12), (2, 1, 2, 3), groups=2, padding=(3, 4)),  # pad > R: the border is cropped
+    dgrad((3, 2, 71), (2, 1, 5), groups=2, padding=((3, 0),)),
+    dgrad((3, 12, 11), (3, 1, 11, 11), groups=3, padding=5),
+]
+
 BASE = fprop((2, 24, 9, 8), (40, 24, 3, 3), padding=1)
 POINT = fprop((3, 64, 10, 12), (136, 64, 1, 1))
 SHAPES = [

@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from functools import cache
+from itertools import combinations
 
 # Libraries' threads spin while they wait for each other. numpy's products are small here, and take one thread less time than two; workers that
 # compute side by side share the processors. Set before the libraries start.
@@ -62,6 +63,7 @@ def pytest_configure(config):
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU, PyCUDA and nvcc")
     config.addinivalue_line("markers", "gpu_alone: a GPU's test that takes or counts its whole memory: tests of other processes wait")
+    config.addinivalue_line("markers", "pairs: of all combinations of a test's parameters as many run as have every pair of their values")
     if HAS_PYCUDA:
         config.pluginmanager.register(_OneGpu)
     if config.getoption("--failures") and not hasattr(config, "workerinput"):
@@ -138,12 +140,28 @@ def pytest_pycollect_makeitem(collector, name, obj):
 
 
 def pytest_collection_modifyitems(config, items):
-    """And those of whose parameters one is a GPU."""
+    """And those of whose parameters one is a GPU. Of a test with the marker `pairs` those stay that every pair of values needs."""
     without = [item for item in items if not _why_no_gpu(item)]
     _left_out[0] += len(items) - len(without)
-    items[:] = without
+    alike: dict[tuple, list] = {}
+    for item in without if not config.getoption("--all-texts") else ():
+        if item.get_closest_marker("pairs"):
+            alike.setdefault((item.nodeid.partition("[")[0], item.callspec.params.get("device")), []).append(item)
+    dropped = {id(item) for group in alike.values() for item in group} - {id(item) for group in alike.values() for item in _covering(group)}
+    items[:] = [item for item in without if id(item) not in dropped]
     if hasattr(config, "workeroutput"):
         config.workeroutput["left_out"] = _left_out[0]
+
+
+def _covering(items) -> list:
+    """As few of a test's items as have each pair of values of two parameters, found greedily."""
+    pairs = [set(combinations(enumerate(item.callspec._idlist), 2)) for item in items]
+    wanted, found = set().union(*pairs), []
+    while wanted:
+        best = max(range(len(items)), key=lambda i: len(pairs[i] & wanted))
+        found.append(items[best])
+        wanted -= pairs[best]
+    return found
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from reference import DTYPES, EPS, SUM_EPS, TINY, assert_close
+from reference import DTYPES, EPS, SUM_EPS, TINY, Case, assert_close
 
 from pycuda_conv import ConvProblem
 from pycuda_conv.engines.hopper import wgrad_form
@@ -26,6 +26,12 @@ class Filter:
     dilation: tuple = (1,)
     groups: int = 1
     layout: str = "NHWC"
+
+    @classmethod
+    def of(cls, case: Case) -> Filter:
+        """The gradient by the filter of a forward convolution."""
+        options = {name: value if isinstance(value, tuple) else (value,) for name, value in case.options.items() if name != "groups"}
+        return cls(case.input_shape, case.weight_shape, groups=case.options.get("groups", 1), layout="NCHW", **options)
 
     @property
     def ndim(self) -> int:

@@ -176,6 +176,15 @@ def dgrad(input_shape: tuple, weight_shape: tuple, bias: bool = True, **options)
     return Case(True, input_shape, weight_shape, options, bias)
 
 
+def gradient_of(case: Case) -> Case:
+    """The gradient by the input of a forward convolution."""
+    problem, n = case.problem(), case.ndim
+    y, taps = problem.result_shape, problem.filter_size[-n:]
+    rows = zip(case.input_shape[2:], y[2:], taps, problem.stride[-n:], problem.padding_before[-n:], problem.padding_after[-n:], problem.dilation[-n:], strict=True)
+    lacking = tuple(m - ((size - 1) * s - before - after + d * (f - 1) + 1) for m, size, f, s, before, after, d in rows)
+    return Case(True, (*y[:2], *y[2:]), case.weight_shape, case.options | {"output_padding": lacking} if any(lacking) else case.options, case.bias)
+
+
 # ---- comparisons
 
 
@@ -294,20 +303,23 @@ def python(code: str, env: dict, **more: str) -> str:
 MARGIN = 256  # elements of NaN before and after every array; a multiple of 16 bytes for every dtype
 
 
-def _surrounded(array: np.ndarray | None) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """A copy of `array` in the middle of NaNs, and the whole of it."""
+def _surrounded(array: np.ndarray | None, order: tuple | None = None) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """A copy of `array` in the middle of NaNs, its axes in memory in this order; and the whole of it."""
     if array is None:
         return None, None
+    order = order or tuple(range(array.ndim))
     whole = np.full(array.size + 2 * MARGIN, np.nan, array.dtype)
-    whole[MARGIN : MARGIN + array.size] = array.ravel()
-    return whole, whole[MARGIN : MARGIN + array.size].reshape(array.shape)
+    view = whole[MARGIN : MARGIN + array.size].reshape([array.shape[i] for i in order]).transpose(np.argsort(order))
+    view[...] = array
+    return whole, view
 
 
 def run(plan, x, w, b=None, scale=None, residual=None) -> np.ndarray:
     """What `plan` computes from numpy arrays: the result was NaN before, and NaNs lie round every array on the device."""
-    out = np.full(plan.result_shape, np.nan, x.dtype)
-    wholes, views = zip(*(_surrounded(a) for a in (x, w, b, scale, residual, out)), strict=True)
-    if plan.device.backend == "cuda":
+    out, problem = np.full(plan.result_shape, np.nan, x.dtype), plan.problem
+    orders = (problem.order, problem.weight_order, None, None, problem.order, problem.result_order)
+    wholes, views = zip(*(_surrounded(a, order) for a, order in zip((x, w, b, scale, residual, out), orders, strict=True)), strict=True)
+    if plan.device.backend == "cuda" and not problem.order:
         return _run_on_cuda(plan, wholes, views)
     result = plan(*views[:3], scale=views[3], residual=views[4], out=views[5])
     assert result is views[5]

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import simt
 import test_epilogue as epilogue
-import test_implicit_gemm as implicit
 import torch
-from modes import H200, asked, dtype_of, ids_of
+from awkward import DEPTHWISE
+from modes import H200, asked, ids_of
 from reference import (
     ACTIVATIONS,
     DTYPES,
@@ -26,21 +26,15 @@ from reference import (
     activated,
     assert_close,
     assert_exact,
-    channels_last,
     needs_nvcc,
-    run,
     tensor,
 )  # fmt: skip
-from test_epilogue import EMULATED, GPU_RUNS, allowed, arrays, launched, small
-from test_implicit_gemm import emulated
-from test_kernels import DEPTHWISE, GEMM, GENERAL, POINTWISE, TRANSPOSED
+from test_epilogue import GPU_RUNS, allowed, arrays, launched, small
 
 import pycuda_conv as pc
 from pycuda_conv import ConvProblem, Plan
 from pycuda_conv.arguments import ACTIVATIONS as WORDS
-from pycuda_conv.engines.depthwise.nhwc import Depthwise
-from pycuda_conv.engines.direct.direct import Batched, Dgrad, Single, Tile
-from pycuda_conv.engines.direct.gemm import Gemm
+from pycuda_conv.engines.direct.direct import Single
 from pycuda_conv.engines.hopper.dense import DenseNhwc
 from pycuda_conv.runtime.base import KERNEL_DIR
 
@@ -113,33 +107,7 @@ def test_kernels_and_plans_number_activations_alike():
     assert [word.strip().lower() for word in words.split(",")][1:] == list(WORDS[1:])
 
 
-# ---- kernels: each activation by every second, with the types by turns
-
-CONFIGS = [
-    (DEPTHWISE, Single()), (DEPTHWISE, Tile(8, 32, 8)), (GENERAL, Batched()), (TRANSPOSED, Dgrad()), (POINTWISE, GEMM), (TRANSPOSED, GEMM),
-    (GENERAL, Gemm(64, 64, 8, 4, 4, 1, SPLIT_K=3)), (DEPTHWISE, Depthwise()),
-]  # fmt: skip
-RUNS = [
-    (case, config, DTYPES[(i + j // 2) % len(DTYPES)], activation)
-    for i, activation in enumerate(ACTIVATIONS) for j, (case, config) in enumerate(CONFIGS) if (i + j) % 2 == 0
-]  # fmt: skip
-
-
-def run_channels_last(plan: Plan, x, w, b=None, s=None, r=None) -> np.ndarray:
-    tensors = [tensor(a) for a in (x, w, b, s, r)]
-    tensors = [t if t is None or t.ndim < 4 or t is tensors[1] else channels_last(t) for t in tensors]
-    if plan.device.backend == "cuda":
-        tensors = [None if t is None else t.cuda() for t in tensors]
-    first, *rest = tensors
-    return plan(first, *rest[:2], scale=rest[2], residual=rest[3]).cpu().double().numpy().astype(x.dtype)
-
-
-@pytest.mark.parametrize(("case", "config", "dtype", "activation"), RUNS, ids=[f"{a}-{d}-{config}" for _, config, d, a in RUNS])
-def test_kernels(device, case, config, dtype, activation):
-    problem = replace(case.problem(dtype), layout="NHWC" if isinstance(config, Depthwise) else "NCHW")
-    launch = run_channels_last if problem.layout == "NHWC" else run
-    for everything in (True, False):
-        check(Plan(finishing(problem, activation, everything), device, config=config), case, launch)
+# ---- kernels; tests/cases have each with some of them
 
 
 def test_a_layer_s_constants_hold_the_activation_but_not_the_slope():
@@ -187,24 +155,6 @@ def test_a_layer_s_activation_is_computed_in_its_place(activation):
             subprocess.run(command, cwd=folder, check=True, capture_output=True)
             made = Path(folder, "kernel.ptx").read_text()
         assert "call" not in made and made.count(".entry") == 1
-
-
-@pytest.mark.parametrize(("case", "mode", "config"), EMULATED, ids=ids_of(EMULATED))
-def test_planning(monkeypatch, case, mode, config):
-    """The tensor cores' launches apply it once, to each sum: those of split sums and of the exact path too."""
-    number = EMULATED.index((case, mode, config))
-    for everything in (True, False):
-        activation = ACTIVATIONS[(2 * number + everything) % len(ACTIVATIONS)]
-        monkeypatch.setattr(implicit, "asked", lambda case, mode: finishing(asked(case, mode), activation, everything))  # noqa: B023
-        parts = "all" if everything else "relu"
-        given = arrays(case, dtype_of(mode), parts, integers=True)
-        given[1] = given[1] / given[1].dtype.type(16)
-        for image in (1, 2.0**61)[: 1 + (everything and dtype_of(mode) == "float32")]:
-            given[0][1] *= given[0].dtype.type(image)
-            given[0][1].flat[3] = image
-            before, ref = expected(case, activation, parts, given)
-            got = emulated(case, mode, given, config, finite=image == 1)
-            assert_close(got, ref, within(case, given, before, ref, mode), f"{case} {mode} {activation} {image}")
 
 
 @pytest.mark.gpu

@@ -11,7 +11,6 @@ import pytest
 import test_epilogue as epilogue
 import torch
 from reference import DTYPES, dgrad, fprop, reference, run
-from test_depthwise_nhwc import launched
 
 import pycuda_conv as pc
 from pycuda_conv import ConvProblem, Plan, background, engines
@@ -256,14 +255,13 @@ def test_constants_of_what_finishes_a_sum_change_no_bit(device, case, dtype, lay
     if parts == "all":
         problem = replace(problem, activation="gelu")
     operands = epilogue.arrays(case, dtype, parts, integers=False)
-    computed = run if layout == "NCHW" else launched
     monkeypatch.setenv("PYCUDA_CONV_BACKGROUND", "0")
     plan = Plan(problem, place)
-    general = computed(plan, *operands)
+    general = run(plan, *operands)
     monkeypatch.setenv("PYCUDA_CONV_BACKGROUND", "1")
     plan.specialise()
     assert not background.has_constants(plan.schedule) or any("LAYER" in launch.defines for launch in background.launches(plan.loaded))
-    assert computed(plan, *operands).tobytes() == general.tobytes()
+    assert run(plan, *operands).tobytes() == general.tobytes()
 
 
 GRADIENTS = [
@@ -294,7 +292,7 @@ def test_constants_change_no_bit_of_random_problems(family, monkeypatch):
     """17 of each family: 204 in all."""
     gpu, first = get_device("cuda:0"), 17 * families.FAMILIES.index(family)
 
-    def computed(plan, operands):
+    def run(plan, operands):
         out = torch.full(plan.result_shape, math.nan, dtype=operands[0].dtype, device=gpu.name)
         workspace = torch.empty(max(plan.workspace_bytes, 1), dtype=torch.uint8, device=gpu.name)
         torch.cuda.synchronize()
@@ -308,7 +306,7 @@ def test_constants_change_no_bit_of_random_problems(family, monkeypatch):
         monkeypatch.setenv("PYCUDA_CONV_BACKGROUND", "0")
         plan, dtype = Plan(problem, gpu), getattr(torch, problem.dtype)
         operands = [None if shape is None else torch.randn(shape, dtype=dtype, device=gpu.name) for shape in problem.operand_shapes]
-        general = computed(plan, operands)
+        general = run(plan, operands)
         monkeypatch.setenv("PYCUDA_CONV_BACKGROUND", "1")
         plan.specialise()
-        assert torch.equal(computed(plan, operands), general), plan
+        assert torch.equal(run(plan, operands), general), plan

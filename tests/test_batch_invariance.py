@@ -330,6 +330,9 @@ def test_the_benchmark_of_random_layers(monkeypatch, capsys):
     monkeypatch.setattr(batchbench, "compile_ahead", lambda *_: None)
     assert main(["bench", "--batches", "1", "--device", "opencl", "--seed", "1"]) == 0
     assert "1 layers with 1 to 64 images: 1 have equal bits in every batch, 0 differ" in capsys.readouterr().out
+    monkeypatch.setattr(batchbench, "gpu_times", None)  # nothing is timed then, on a GPU neither
+    assert main(["bench", "--batches", "1", "--quick", "--device", "opencl", "--seed", "1"]) == 0
+    assert "bench --batches 1 --quick" in capsys.readouterr().out
     result = batchbench.Layer.result
     monkeypatch.setattr(batchbench.Layer, "result", lambda self, torch, chosen=None: result(self, torch, chosen) + (chosen is not None))
     assert main(["bench", "--batches", "1", "--device", "opencl", "--seed", "1"]) == 1

@@ -32,7 +32,7 @@ def timed(slower, seed=5, each=3, noise=0.05):
 
 def test_factors_are_found_and_choices_follow():
     slower = {"hopper.gemm": 2.0, "direct.gemm": 0.5, "hopper.dense": 1.6}
-    timings = timed(slower, each=8)
+    timings = timed(slower, each=16)
     factors = calibrate.fitted(timings, DEVICE)
     assert factors["hopper.gemm"] == pytest.approx(2.0, rel=0.3) and factors["direct.gemm"] == pytest.approx(0.5, rel=0.3)
     assert factors["direct.batched" if "direct.batched" in factors else "direct.direct"] == pytest.approx(1.0, rel=0.1)

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import test_implicit_gemm as implicit
 import torch
-from awkward import BASE, POINT
+from awkward import BASE, DEPTHWISE, GENERAL, MANY_PHASES, POINT, POINTWISE, TRANSPOSED
+from cases.direct_gemm import GEMM
+from cases.hopper_gemm import DENSE, WIDER, widest
 from modes import H200, MODES, asked, bound, dtype_of, ids_of
 from on_gpu import Arrays
 from reference import (
@@ -28,8 +29,6 @@ from reference import (
     tensor,
 )
 from test_arguments import refuses  # noqa: F401  (a fixture)
-from test_implicit_gemm import emulated
-from test_kernels import AWKWARD, DEPTHWISE, GEMM, GENERAL, MANY_PHASES, POINTWISE, TRANSPOSED, TYPED
 
 import pycuda_conv as pc
 from pycuda_conv import ConvArgumentError, ConvProblem, Plan, engines, tune
@@ -99,15 +98,13 @@ def check(plan: Plan, case: Case, parts: str, launch) -> None:
     assert_close(launch(plan, *given), ref, allowed(case, *given, ref, mode), plan)
 
 
-# ---- the direct engine's kernels
+# ---- some of the parts; tests/cases have them all
 
 RUNS = [
-    *((*one, "all") for one in TYPED),  # whose texts test_kernels.py has, too
     *((case, config, "float32", parts) for i, parts in enumerate(PARTS) if parts != "all" for j, (case, config) in enumerate((
         (DEPTHWISE, Single()), (DEPTHWISE, Tile(8, 32, 8)), (GENERAL, Batched()), (TRANSPOSED, Dgrad()), (POINTWISE, GEMM), (TRANSPOSED, GEMM),
         (GENERAL, Batched(64, 4, 4, SPLIT=2)), (TRANSPOSED, Dgrad(64, 3, 2, SPLIT=2)),
         (GENERAL, Gemm(64, 64, 8, 4, 4, 1, SPLIT_K=3)))) if (i + j) % 2),
-    *((case, config, "float32", "all") for case, config in AWKWARD[::5]),
     (replace(GENERAL, bias=False), Batched(), "float32", "all"), (replace(POINTWISE, bias=False), GEMM, "float16", "all"),
 ]  # fmt: skip
 
@@ -428,44 +425,7 @@ def test_a_choice_serves_the_problem_with_and_without_an_epilogue(monkeypatch, t
         assert engines.refusal(full, engines.choose(full, H200), H200) is None
 
 
-# ---- the tensor cores' planning, emulated
-
-LAST = fprop((2, 24, 9, 8), (32, 24, 3, 3), padding=1)  # rows of channels that TMA can write
-EMULATED = [
-    (BASE, "fp32", ImplicitGemm(64, 32, 2)), (BASE, "fp32 last", ImplicitGemm(128, 24, 2)), (LAST, "fp32 last", ImplicitGemm(128, 32, 3)),
-    (LAST, "fp16 last", ImplicitGemm(64, 64, 4)), (BASE, "tf32", ImplicitGemm(128, 8, 3, 3)), (LAST, "bf16 last", ImplicitGemm(128, 32, 3, 2)),
-    (BASE, "fp16", ImplicitGemm(64, 32, 2)), (fprop((2, 48, 7, 6), (80, 24, 3, 3), padding=1, groups=2), "fp32 last", ImplicitGemm(64, 64, 2)),
-    (dgrad((2, 24, 5, 6), (24, 40, 3, 2), stride=2, padding=1, output_padding=(1, 0)), "fp32", ImplicitGemm(64, 32, 2)),
-    (dgrad((2, 24, 5, 6), (24, 40, 3, 2), stride=2, padding=1, output_padding=(1, 0)), "fp16 last", ImplicitGemm(64, 32, 2)),
-    (fprop((4, 20, 30), (17, 20, 5), padding=2, stride=3), "fp32", ImplicitGemm(128, 16, 2)),
-    (BASE, "tf32", ImplicitGemm(128, 24, 3, schedule="pingpong")), (LAST, "fp16 last", ImplicitGemm(128, 64, 4, schedule="pingpong")),
-]  # fmt: skip
-EMULATED = [run for run in EMULATED if run[1] in MODES]
-
-
-#: All parts, and one by turns.
-PLANNED = [(*run, parts) for i, run in enumerate(EMULATED) for parts in ("all", ("scale", "residual")[i % 2])]
-
-
-@pytest.mark.parametrize(("case", "mode", "config", "parts"), PLANNED, ids=[f"{id}-{parts}" for id, parts in zip(ids_of([run[:3] for run in PLANNED]), [run[3] for run in PLANNED], strict=True)])
-def test_planning(monkeypatch, case, mode, config, parts):
-    """Exact integers, and, of float32, an image and a filter that take the exact path."""
-    monkeypatch.setattr(implicit, "asked", lambda case, mode: finishing(asked(case, mode), parts))
-    given = arrays(case, dtype_of(mode), parts, integers=True)
-    assert_exact(emulated(case, mode, given, config), expected(case, parts, *given), f"{case} {mode}")
-    if dtype_of(mode) == "float32":
-        for image, channel in ((2.0**61, 1.0), (1.0, 2.0**61), (2.0**30, 1.0), (np.inf, 1.0))[:: 1 if parts == "all" else 3]:
-            given[0][1] *= 1 if np.isinf(image) else np.float32(image)
-            given[0][1].flat[3] = image
-            given[1].flat[0] = channel
-            ref = expected(case, parts, *given)
-            got = emulated(case, mode, given, config, finite=False).astype(float)
-            bound = allowed(case, *given, ref, mode) if np.isfinite(image) else None
-            if bound is not None:
-                assert_close(got, ref, bound, f"{case} {mode} {image} {channel}")
-            else:
-                assert np.array_equal(got[0], ref[0].astype("f")) and np.array_equal(np.isfinite(got), np.isfinite(ref))
-            given = arrays(case, dtype_of(mode), parts, integers=True)
+# ---- the tensor cores' planning; what they compute is in tests/cases
 
 
 def test_wide_tiles_leave_room_for_a_residual():
@@ -489,12 +449,12 @@ def test_programs_say_whether_they_write_twice():
 # ---- on a GPU
 
 GPU_RUNS = [  # (case, mode, config)
-    *((case, "fp32", config) for case in (implicit.WIDER, implicit.DENSE, fprop((5, 64, 7, 7), (128, 64, 3, 3), padding=1)) for config in (
+    *((case, "fp32", config) for case in (WIDER, DENSE, fprop((5, 64, 7, 7), (128, 64, 3, 3), padding=1)) for config in (
         ImplicitGemm(128, 128, 3), ImplicitGemm(64, 208, 3), ImplicitGemm(128, 72, 4, 8))),
-    *((case, "fp32 last", config) for case in (implicit.WIDER, fprop((2, 40, 9, 11), (33, 40, 3, 3), padding=1)) for config in (
+    *((case, "fp32 last", config) for case in (WIDER, fprop((2, 40, 9, 11), (33, 40, 3, 3), padding=1)) for config in (
         ImplicitGemm(128, 128, 3), ImplicitGemm(64, 64, 3), ImplicitGemm(128, 40, 4), ImplicitGemm(64, 128, 3, 2))),
-    *((implicit.WIDER, mode, config) for mode in ("tf32", "tf32 last", "fp16", "fp16 last", "bf16", "bf16 last") for config in (
-        implicit.widest(mode, 128, 3), ImplicitGemm(64, 128, 3), ImplicitGemm(128, 112, 4, 3), ImplicitGemm(128, 128, 4, schedule="pingpong"))),
+    *((WIDER, mode, config) for mode in ("tf32", "tf32 last", "fp16", "fp16 last", "bf16", "bf16 last") for config in (
+        widest(mode, 128, 3), ImplicitGemm(64, 128, 3), ImplicitGemm(128, 112, 4, 3), ImplicitGemm(128, 128, 4, schedule="pingpong"))),
     *((case, mode, config) for mode, config in (("fp32", ImplicitGemm(64, 128, 3)), ("fp16 last", ImplicitGemm(128, 128, 4)), ("fp32 last", ImplicitGemm(128, 128, 3))) for case in (
         dgrad((2, 64, 7, 9), (64, 72, 3, 3), stride=2, padding=1, output_padding=1), dgrad((2, 48, 9, 8), (48, 40, 3, 3), padding=1, groups=2),
         fprop((2, 160, 9, 8), (96, 80, 3, 3), groups=2), fprop((2, 64, 5, 6, 7), (48, 64, 3, 3, 3), padding=1), fprop((4, 96, 50), (80, 96, 5), padding=2, stride=2),
@@ -502,10 +462,10 @@ GPU_RUNS = [  # (case, mode, config)
     *((case, mode, config) for case in (POINT, dgrad((3, 64, 10, 12), (64, 136, 1, 1))) for mode, config in (
         ("fp32", Pointwise()), ("tf32", Pointwise(128)), ("fp32 last", Pointwise(128, 1)), ("tf32 last", Pointwise(96, 2)), ("tf32 last", Pointwise(32, 1)))),
     (fprop((3, 64, 10, 12), (135, 64, 1, 1)), "fp32 last", Pointwise(64, 2)),
-    *((case, mode, config) for case in (implicit.WIDER, dgrad((2, 64, 7, 9), (64, 72, 3, 3), stride=2, padding=1, output_padding=1), fprop((2, 40, 9, 11), (33, 40, 3, 3), padding=1))
+    *((case, mode, config) for case in (WIDER, dgrad((2, 64, 7, 9), (64, 72, 3, 3), stride=2, padding=1, output_padding=1), fprop((2, 40, 9, 11), (33, 40, 3, 3), padding=1))
       for mode in ("tf32 last", "fp16 last", "bf16 last") for config in (DenseNhwc(128, 128, 4), DenseNhwc(64, 64, 4, 4))),
     *((case, mode, ImplicitGemm80(rows, pixels, 3, split)) for mode in ("fp32", "fp32 last", "tf32", "fp16", "bf16 last") for case in (
-        implicit.WIDER, dgrad((2, 64, 7, 9), (64, 72, 3, 3), stride=2, padding=1, output_padding=1)) for rows, pixels, split in ((128, 128, 1), (64, 64, 2))),
+        WIDER, dgrad((2, 64, 7, 9), (64, 72, 3, 3), stride=2, padding=1, output_padding=1)) for rows, pixels, split in ((128, 128, 1), (64, 64, 2))),
 ]  # fmt: skip
 GPU_RUNS = [run for run in GPU_RUNS if run[1] in MODES]
 RANGES = [run for run in GPU_RUNS if dtype_of(run[1]) == "float32" and not run[0].transposed][::2]

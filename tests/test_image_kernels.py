@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import simt
-from emulator import gpu
+from modes import gpu
 from test_ndimage import check, drawn, ndimage, random_calls
 
 import pycuda_conv.ndimage as ours

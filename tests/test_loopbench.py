@@ -52,7 +52,7 @@ def test_the_ratio_is_the_loop_s_time_by_the_launch_s():
     assert len(row.cells()) == len(loopbench.COLUMNS)
 
 
-@pytest.mark.parametrize("more", [["--list"], ["--mode", "tf32"], ["--csv", "a.csv"], ["--pages", "."], ["--cold"], ["--host"]])
+@pytest.mark.parametrize("more", [["--list"], ["--mode", "tf32"], ["--csv", "a.csv"], ["--cold"], ["--host"]])
 def test_options_of_others_are_refused(more, capsys):
     assert main(["bench", "--loop", *more]) == 2
     assert "--loop" in capsys.readouterr().err

@@ -506,8 +506,8 @@ def test_no_case_is_begun_after_the_time(cpu, capsys, tmp_path, monkeypatch):
     file = tmp_path / "models.json"
     assert main(["bench", "--models", "net", "--quick", "--mode", "fp32", "bf16", "--seconds", "0.001", "--json", str(file)]) == OK
     assert "2 of 2 cases were not begun within 0.001 s" in capsys.readouterr().out and not file.exists()
-    assert main(["bench", "--energy", "--seconds", "3"]) == UNUSABLE
-    assert "--seconds is not for --energy" in capsys.readouterr().err
+    assert main(["bench", "--cold", "--seconds", "3"]) == UNUSABLE
+    assert "--seconds is not for --cold" in capsys.readouterr().err
 
 
 def test_sides_that_were_not_compiled_in_time_are_left_out(cpu, caplog, tmp_path):

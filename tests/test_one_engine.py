@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
+from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import simt
 from cases import columns as of_columns
 from cases import dense as of_dense
+from cases import dmma as of_dmma
 from cases import gather as of_gather
 from cases import pointwise as of_pointwise
+from cases import via_nhwc as of_via
 from cases import wgrad as of_wgrad
 from filters import Filter
 from hypothesis import given
 from hypothesis import strategies as st
-from modes import H200, MODES, asked, bound
+from modes import H200, MODES, asked, bound, ids_of, program_of
 from on_gpu import Arrays
 from ranges import data
 from reference import EPS, TINY, assert_close, assert_exact, dgrad, fprop
 
 from pycuda_conv import ConvProblem, Plan, engines
 from pycuda_conv.engines.compose import columns
+from pycuda_conv.engines.compose import via_nhwc as vn
 from pycuda_conv.engines.compose.columns import Columns
+from pycuda_conv.engines.compose.delegate import parsed
+from pycuda_conv.engines.compose.via_nhwc import ViaNchw, ViaNhwc
 from pycuda_conv.engines.depthwise import toeplitz
 from pycuda_conv.engines.depthwise.toeplitz import DepthwiseToeplitz
 from pycuda_conv.engines.hopper import dense, gather, pointwise, wgrad, wgrad_form
@@ -31,11 +39,14 @@ from pycuda_conv.engines.hopper.dense import DenseNhwc
 from pycuda_conv.engines.hopper.gemm import ImplicitGemm
 from pycuda_conv.engines.hopper.pointwise import Pointwise
 from pycuda_conv.engines.hopper.wgrad import WgradNhwc
-from pycuda_conv.engines.mma import grouped_nhwc
+from pycuda_conv.engines.mma import dmma, grouped_nhwc
+from pycuda_conv.engines.mma.dmma import Dmma
 from pycuda_conv.engines.mma.few_inputs import FewInputs
 from pycuda_conv.engines.mma.grouped_nhwc import GroupedNhwc
 from pycuda_conv.engines.schedule import RESULT
+from pycuda_conv.plan import as_called
 from pycuda_conv.runtime.target import Target
+from pycuda_conv.tools import families
 
 simulated = pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
 
@@ -332,3 +343,162 @@ def test_the_model_of_columns_adds_the_product_and_its_columns():
     one, other, cut = of_columns.PRODUCTS
     assert columns.sum_order(problem, one) == columns.sum_order(problem, other) != columns.sum_order(problem, cut)
     assert columns.filter_key(problem, one) is None and set(MODES) >= set(of_columns.KINDS)
+
+
+# ---- mma/dmma.cu
+
+
+@simulated
+@pytest.mark.parametrize("tile", [(64, 64), (32, 32)])
+def test_a_long_sum_of_float64_is_no_chain_of_roundings(tile):
+    case = dgrad((1, 512, 15), (512, 16, 2), bias=False)  # lines, whose gradients cuDNN sums by tap
+    dy, w, _ = case.normals("float64")
+    y, taps = dy[0], w
+    products = np.concatenate([taps[:, :, 0, None] * y[:, None, 1:], taps[:, :, 1, None] * y[:, None, :-1]])  # where both taps are
+    chain = np.zeros((16, 14))
+    for summand in products:
+        chain += summand
+    exact = sum(np.einsum("kc,kp->cp", taps[:, :, r].astype(np.longdouble), y[:, 1 - r : 15 - r].astype(np.longdouble)) for r in (0, 1))
+    got = simt.computed(asked(case, "fp64"), Dmma(*tile), dy, w)
+    assert np.linalg.norm((got[0, :, 1:-1] - exact).astype(float)) < 0.5 * np.linalg.norm((chain - exact).astype(float))
+
+
+@simulated
+@pytest.mark.parametrize("name", ["bias", "scale", "residual"])
+def test_a_read_of_an_operand_that_is_not_there_is_found(name):
+    case, config = fprop((2, 16, 9, 10), (70, 16, 3, 3), padding=1, bias=False), Dmma(64, 64)
+    problem, arrays = replace(asked(case, "fp64"), activation="relu"), case.integers("float64")
+    memory = simt.Memory(problem, program := program_of(problem, config), *arrays)
+    memory.buffers = [None if i in (2, 6, 7) else buffer for i, buffer in enumerate(memory.buffers)]
+    with pytest.raises(simt.Wrong):
+        simt.run(program.whole, memory, broken=(f"if (p.has_{name})", "if (true)"))
+
+
+@pytest.mark.parametrize("mode", ["fp64", "fp64 last"])
+@pytest.mark.parametrize("case", [fprop((2, 24, 8, 8), (40, 24, 1, 1)), fprop((2, 24, 8, 8), (40, 24, 1, 1), stride=2), dgrad((2, 40, 8, 8), (40, 24, 1, 1)), dgrad((2, 7, 4, 4), (7, 9, 2, 2), stride=2)], ids=str)
+def test_a_filter_of_one_tap_is_read_as_it_lies(case, mode):
+    schedule = dmma.schedule(asked(case, mode), Dmma(), H200)
+    (launch,) = (launch for launches in schedule.whole for launch in launches)
+    assert schedule.filter_bytes == schedule.workspace_bytes == 0 and launch.defines["ONE_TAP"] == (mode == "fp64")
+
+
+def exact(case, first, second) -> np.ndarray:
+    """The convolution to twice float64's precision: of parts of 18 bits each product, and a sum of thousands, is exact."""
+    def parts(array):
+        found, step = [], 2.0 ** (np.ceil(np.log2(np.abs(array).max())) - 18)
+        for _ in range(4):
+            part = np.round(array / step) * step
+            array, step = array - part, step / 2**18
+            found.append(part)
+        return found
+
+    a, b = parts(first), parts(second)
+    return sum(case.reference(a[i], b[j]).astype(np.longdouble) for i in range(4) for j in range(4 - i))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("run", of_dmma.RUNS[::4], ids=ids_of(of_dmma.RUNS[::4]))
+def test_errors_are_those_of_float64(torch, run):
+    """Within the elementwise bound of a sum that is rounded twice at most for each product."""
+    case, mode, config = run
+    first, second, *_ = case.normals("float64", seed=2)
+    truth = exact(case, first, second)
+    got = Arrays(torch, Plan(replace(asked(case, mode), has_bias=False), "cuda", config=config), first, second).launch()
+    depth = case.dy[0] * math.prod(case.dy[2:]) if isinstance(case, Filter) else case.depth
+    bound = 2.0**-52 * (2 * math.sqrt(depth) * case.reference(np.abs(first), np.abs(second)) + np.abs(truth).astype(float))
+    assert_close((got - truth).astype(float), np.zeros_like(got), bound, f"{case} {config}")
+
+
+@pytest.mark.gpu
+def test_candidates_of_a_layer_with_a_part_of_the_epilogue_are_measured():
+    """Tuning hands no memory to kernels for operands that a layer does not have."""
+    from pycuda_conv.measure import device_times
+    from pycuda_conv.runtime import get_device
+
+    problem = replace(asked(fprop((4, 96, 28, 28), (128, 96, 3, 3), padding=1), "fp64"), activation="relu")
+    plans = [Plan(problem, get_device("cuda"), config=Dmma(*tile, split)) for tile in dmma.TILES for split in (1, 2)]
+    assert all(us > 0 for us in device_times(plans))
+
+
+# ---- compose/via_nhwc.py
+
+
+def test_gradients_of_filters_of_float32_are_made_as_their_arrays_lie():
+    """No copy in NCHW is asked for; other types and other directions take no way round."""
+    problem, config = asked(of_via.FILTERS[0], "fp32"), of_via.LAST[0][2]
+    assert all(type(config) is ViaNchw for *_, config in of_via.LAST) and len({config.DELEGATE.partition("(")[0] for *_, config in of_via.RUNS}) > 5
+    assert as_called(problem, H200) == problem and engines.refusal(problem, config, H200) is None
+    assert vn.choose(of_via.FILTERS[0].problem("float32", "NHWC").launched, H200) is None
+    assert engines.refusal(of_via.FILTERS[0].problem("float32", "NCHW"), config, H200) is not None
+    kernels = [launch.kernel for step in engines.schedule(problem, config, H200).whole for launch in step]
+    assert kernels[0] == "via_nhwc_two" and "via_nhwc" not in kernels
+
+
+def test_channels_are_filled_up_by_the_launch_that_transposes():
+    """But taps are folded by another."""
+    for case, mode, config in of_via.FILLED:
+        met = [launch.kernel for step in engines.schedule(asked(case, mode), config, H200).whole for launch in step]
+        assert met[:-1] == ["via_nhwc_two", *["fold_channels"] * (case.x[1] == 3), "hopper_wgrad"]
+
+
+@simulated
+@pytest.mark.parametrize(("nbytes", "vectors"), [(2, (8, 4, 2, 1)), (4, (4, 2, 1))])
+def test_matrices_are_transposed(nbytes, vectors):
+    """Tiles of every shape, their tails, and every width of loads and stores."""
+    kind, met = {2: np.uint16, 4: np.uint32}[nbytes], set()
+    def transposed(*both):
+        arrays = [np.random.default_rng(one.rows).integers(1, 1 << 8 * nbytes, (3, one.rows, one.columns), kind) for one in both]
+        launches = [one.launch(2 * i, 2 * i + 1) for i, one in enumerate(both)]
+        met.update((launch.arguments.vector, launch.arguments.wide, launch.arguments.row_bits) for launch in launches)
+        pairs = ((np.frombuffer(array.tobytes(), np.uint8).copy(), np.full(one.nbytes, 0xFF, np.uint8)) for one, array in zip(both, arrays, strict=True))
+        memory = SimpleNamespace(buffers=[buffer for pair in pairs for buffer in pair])
+        simt.run([[vn._together(*launches) if len(both) == 2 else launches[0]]], memory, 1)
+        for i, (one, array) in enumerate(zip(both, arrays, strict=True)):
+            found = memory.buffers[2 * i + 1].view(kind).reshape(3, one.columns, one.pitch)
+            assert np.array_equal(found[..., : one.rows], array.transpose(0, 2, 1)) and not found[..., one.rows :].any(), one
+
+    for rows, across in product((1, 3, 6, 16, 24, 37, 64, 136), (2, 5, 12, 72, 200)):
+        one, zeros = vn._Transposition(vn.INPUT, 3, rows, across, nbytes), -rows % (16 // nbytes)
+        if across in (5, 72) and zeros:
+            transposed(replace(one, zeros=zeros), one)
+        transposed(one)
+    assert {vector for vector, _, _ in met} == set(vectors) and {wide for _, wide, _ in met} == {0, 1}
+    assert {bits for _, _, bits in met} == {2, 3, 4, 5}
+
+
+def test_buffers_that_are_transposed_lie_in_the_workspace():
+    """The delegate's launches meet none of the arrays themselves, and none of each other's memory."""
+    problem, config = replace(asked(of_via.BASE, "fp16"), has_residual=True), ViaNhwc(str(engines.choose(asked(of_via.BASE, "fp16 last"), H200)))
+    made, delegate = engines.schedule(problem, config, H200), engines.schedule(replace(problem, layout="NHWC"), parsed(config.DELEGATE), H200)
+    first, *rest, last = made.steps
+    assert [launch.kernel for launch in (*first, *last)] == ["via_nhwc"] * 3 and len(rest) == len(delegate.steps)
+    assert last[0].buffers[1] == RESULT and made.filter_bytes == delegate.filter_bytes and made.workspace_bytes >= delegate.workspace_bytes + 2 * sum(np.prod(shape) for shape in (problem.input_shape, problem.result_shape, problem.result_shape))
+    for step in rest:
+        for launch in step:
+            places = [place if isinstance(place, tuple) else (place, 0) for place in launch.buffers] + [(described.buffer, described.offset) for described in launch.maps]
+            assert not {vn.INPUT, vn.RESIDUAL, vn.RESULT} & {buffer for buffer, _ in places}
+
+
+def test_it_is_chosen_where_it_pays_and_its_texts_are_listed():
+    listed, r, chosen = list(vn.variants(H200)), random.Random(7), 0
+    for family, _ in product(("dense 3x3", "grouped", "audio", "volume", "odd"), range(4)):
+        try:
+            problem = families.problem(families.layer(r, family), r.choice(("dgrad", "wgrad")), "float16", "fp32", "NCHW").launched
+        except ValueError:
+            continue
+        found, config = vn.choose(problem, H200), engines.choose(problem, H200)
+        if found is None:
+            continue
+        us, own = found
+        assert us == vn.time(problem, own, H200) > engines.predicted(vn._transposed(problem), parsed(own.DELEGATE), H200)
+        chosen += config == own
+        for launch in (launch for step in vn.schedule(problem, own, H200).whole for launch in step):
+            assert launch.kernel != "via_nhwc" or any(launch in one for one in listed)
+    assert chosen > 4
+
+
+def test_the_order_of_sums_is_the_inner_engine_s():
+    problem = of_via.FILTERS[0].problem(layout="NCHW").launched
+    one, other, cut = (ViaNhwc(f"WgradNhwc(BLOCK_M={rows}, SPLIT={split})") for rows, split in ((64, 1), (128, 1), (128, 2)))
+    assert vn.sum_order(problem, one) == vn.sum_order(problem, other) != vn.sum_order(problem, cut)
+    assert vn.filter_key(problem, one) is None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import emulator
 import numpy as np
 import pytest
 import simt
+from modes import program_of
 from reference import reference
 from test_borders import NUMPYS, padded
 from test_borders import Drawn as Case
@@ -59,7 +59,7 @@ def drawn_for(inner, seed: int, *args) -> tuple[Drawn, engines.Bordered]:
     config = engines.Bordered(str(inner))
     for drawn in (Drawn(seed + 1000 * again, *args) for again in range(10)):
         assert registry.refusal(drawn.problem, config, Target("sm_90a")) is None
-        if not set(COPIES) & {step.kernel for stage in emulator.program_of(drawn.problem, config, 3).whole for step in stage}:
+        if not set(COPIES) & {step.kernel for stage in program_of(drawn.problem, config, 3).whole for step in stage}:
             return drawn, config
         assert drawn.problem.direction == "wgrad"
     raise AssertionError("each was copied")
@@ -113,7 +113,7 @@ def test_borders_that_packing_leaves_to_a_copy():
     """Numbers that fill, and what goes on beyond the image's other end."""
     for mode, pad in (("constant", 1), ("circular", 9), ("reflect", 8)):
         problem = ConvProblem.forward(2, (2, 16, 8, 8), (24, 16, 3, 3), padding=pad, padding_mode=mode, padding_value=float(mode == "constant"))
-        kernels = [step.kernel for stage in emulator.program_of(problem, engines.Bordered(str(engines.ImplicitGemm(64, 64, 2))), 3).whole for step in stage]
+        kernels = [step.kernel for stage in program_of(problem, engines.Bordered(str(engines.ImplicitGemm(64, 64, 2))), 3).whole for step in stage]
         assert kernels[0] in COPIES
     assert set(NUMPYS) == set(borders.MODES)
 
@@ -138,7 +138,7 @@ def test_depthwise_rings_copy_the_border(seed):
     wide = torch.from_numpy(padded(x.astype(np.float64), pads.tolist(), modes))
     want = torch.nn.grad.conv2d_weight(wide, w_shape, torch.from_numpy(dy.astype(np.float64)), **options).numpy()
     config = engines.Bordered(str(engines.DepthwiseRing(int(rng.integers(2, 6)), int(rng.integers(1, 3)))))
-    assert emulator.program_of(problem, config, 3).whole[0][0].kernel == "depthwise_nhwc_wgrad_ring"
+    assert program_of(problem, config, 3).whole[0][0].kernel == "depthwise_nhwc_wgrad_ring"
     np.testing.assert_array_equal(simt.computed(problem, config, x, dy, seeds=(seed,)).astype(np.float64), want)
 
 
@@ -154,7 +154,7 @@ def test_copies_for_gradients_of_filters_of_channels_last(groups):
     wide = torch.from_numpy(np.pad(x.astype(np.float64), ((0, 0), (0, 0), (1, 1), (1, 1)), constant_values=2))
     want = torch.nn.grad.conv2d_weight(wide, w_shape, torch.from_numpy(dy.astype(np.float64)), groups=groups).numpy()
     config = engines.Bordered(str(engines.choose(problem.padded, Target("sm_90a"))))
-    assert emulator.program_of(problem, config, 3).whole[0][0].kernel in COPIES
+    assert program_of(problem, config, 3).whole[0][0].kernel in COPIES
     np.testing.assert_array_equal(simt.computed(problem, config, x, dy).astype(np.float64), want)
 
 
@@ -180,7 +180,7 @@ def test_dense_tiles_take_other_pixels_at_the_sides(seed):
     x, w, b = (rng.integers(-2, 3, shape).astype(dtype) for shape in (x_shape, w_shape, (k,)))
     want = reference(False, ndim, padded(x.astype(np.float64), pads, modes), w, b, **options)
     config = engines.Bordered(str(engines.DenseNhwc(128, 64, 4)))
-    kernels = [step.kernel for stage in emulator.program_of(problem, config, 3).whole for step in stage]
+    kernels = [step.kernel for stage in program_of(problem, config, 3).whole for step in stage]
     if problem.border is None:
         return
     assert ndim == 3 or set(kernels) <= {"hopper_dense", "transpose_filter"}, kernels  # a volume has many sides
@@ -213,7 +213,7 @@ def test_dense_tiles_take_more_taps_where_a_gradient_s_border_shows_a_pixel(seed
     want = want if residual is None else want + residual
     config = engines.Bordered(str(engines.DenseNhwc(128, 64, 4)))
     for last in (False, True):
-        program = emulator.program_of(problem, config, 3)
+        program = program_of(problem, config, 3)
         kernels = [step.kernel for stage in (program.filter_last if last else program.whole) for step in stage]
         assert set(kernels) <= {"hopper_dense", "transpose_filter"}, kernels
         got = simt.computed(problem, config, dy, w, None, None, residual, seeds=(seed,), filter_last=last)
@@ -241,7 +241,7 @@ def test_toeplitz_tiles_fill_the_columns_beside_their_rows(seed):
     with np.errstate(invalid="ignore"):
         want = reference(False, 2, padded(x.astype(np.float64), pads, modes), w, b, **options)
     config = engines.Bordered(str(engines.DepthwiseToeplitz(24)))
-    assert [step.kernel for stage in emulator.program_of(problem, config, 3).whole for step in stage] == ["depthwise_toeplitz"]
+    assert [step.kernel for stage in program_of(problem, config, 3).whole for step in stage] == ["depthwise_toeplitz"]
     np.testing.assert_array_equal(simt.computed(problem, config, x, w, b, seeds=(seed,)).astype(np.float64), want)
 
 
@@ -269,7 +269,7 @@ def test_small_planes_get_their_border_and_give_it_back(seed):
     inner = engines.Batched() if direction == "fprop" else engines.Dgrad()
     config = engines.Bordered(str(inner))
     assert registry.refusal(problem, config, Target("sm_90a")) is None
-    assert kernel in {step.kernel for stage in emulator.program_of(problem, config, 3).whole for step in stage}
+    assert kernel in {step.kernel for stage in program_of(problem, config, 3).whole for step in stage}
     got = simt.computed(problem, config, *(one.astype(dtype) for one in operands), seeds=(seed,))
     np.testing.assert_array_equal(got.astype(np.float64), want.astype(dtype).astype(np.float64))
 
@@ -284,7 +284,7 @@ def test_an_image_of_bytes_takes_two_products(dtype, layout, config):
     x_shape, w_shape = (2, 40, 9, 11), (70, 40, 3, 3)
     problem = ConvProblem.forward(2, x_shape, w_shape, padding=1, padding_mode="reflect", layout=layout, input_dtype=dtype)
     bordered = engines.Bordered(str(config))
-    made = [step for stage in emulator.program_of(problem, bordered, 3).whole for step in stage]
+    made = [step for stage in program_of(problem, bordered, 3).whole for step in stage]
     assert [step.defines["PRODUCTS"] for step in made if step.kernel == "hopper_gemm"] == [2]
     limits = np.iinfo(dtype)
     x = rng.integers(limits.min, limits.max, x_shape, dtype, endpoint=True)
@@ -315,7 +315,7 @@ def test_patches_of_few_inputs_show_their_columns(seed):
     given = {"padding": pads, "padding_mode": tuple(modes), "dtype": dtype, "layout": layout, "precision": precision, **options}
     problem = ConvProblem.forward(ndim, x_shape, w_shape, (k,), **given)
     config = engines.Bordered(str(engines.FewInputs(16, 16)))
-    assert {step.kernel for stage in emulator.program_of(problem, config, 3).whole for step in stage} == {"few_inputs"}
+    assert {step.kernel for stage in program_of(problem, config, 3).whole for step in stage} == {"few_inputs"}
     x, w, b = (rng.integers(-2, 3, shape).astype(dtype) for shape in (x_shape, w_shape, (k,)))
     if seed % 3 == 0 and precision == "fp32":
         x[(0,) * x.ndim] = np.nan

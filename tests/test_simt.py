@@ -6,21 +6,17 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
-import emulator
 import numpy as np
 import pytest
 import simt
-import test_implicit_gemm as implicit
-from alike import check_moments, sharing
-from awkward import BASE, SHAPES
-from modes import asked, dtype_of
-from reference import ACTIVATIONS, DTYPES, EPS, Case, activated, assert_close, assert_exact, dgrad, fprop
-from test_implicit_gemm import TILES
+from alike import check_epilogue
+from awkward import BASE
+from modes import asked, dtype_of, ids_of
+from reference import ACTIVATIONS, DTYPES, EPS, Case, assert_close, assert_exact, dgrad, fprop
 
-from pycuda_conv.engines import packing, split_sum
+from pycuda_conv.engines import split_sum
 from pycuda_conv.engines.direct import direct
 from pycuda_conv.engines.direct.gemm import Gemm
-from pycuda_conv.engines.hopper import gemm as ig
 from pycuda_conv.engines.hopper.dense import DenseNhwc
 from pycuda_conv.engines.hopper.gemm import ImplicitGemm
 from pycuda_conv.engines.hopper.pointwise import Pointwise
@@ -30,15 +26,6 @@ from pycuda_conv.engines.schedule import Moments
 from pycuda_conv.runtime.base import TensorMap
 
 pytestmark = pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
-
-
-def sample(cases, modes, tiles_of) -> list[tuple[Case, str, object]]:
-    """Each case in a mode, with a tile: all modes, tiles and values of defines, in few texts."""
-    return sharing([[(case, mode, config) for mode in modes for config in tiles_of(case, mode)] for case in cases])
-
-
-def ids(runs) -> list[str]:
-    return [f"{mode}-{config}-{case}" for case, mode, config in runs]
 
 
 def check(case: Case, mode: str, config, seeds=(1, 2, 3), **options) -> None:
@@ -64,241 +51,24 @@ def test_rows_are_as_narrow_as_a_tap_s_last_channels(case, mode, config):
 # ---- hopper/gemm.cu, pack.cu, direct/gemm.cu, direct/reduce.cu
 
 
-def planned(case: Case, mode: str) -> list[ImplicitGemm]:
-    return [config for config in (TILES[mode],) if implicit.packing(asked(case, mode)) is not None and ig.refusal(asked(case, mode), config) is None]
-
-
-#: Forms of the loads, with windows, folded taps, groups, phases, phases in pairs; consumers by turns.
-IMPLICITS = [
-    *sample(SHAPES[2::12], list(TILES), planned),
-    *implicit.PINGPONG[1 :: max(len(implicit.PINGPONG) // 2, 1)],
-    *implicit.TWINS[:: max(len(implicit.TWINS) // 3, 1)],
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("case", "mode", "config"), IMPLICITS, ids=ids(IMPLICITS))
-def test_implicit_gemm(case, mode, config):
-    check(case, mode, config, (1, 2))
-
-
-@pytest.mark.parametrize(
-    ("case", "mode"),
-    [(dgrad((1, 24, 3, 4), (24, 12, 3, 3), padding=1), "fp32 last"), (dgrad((1, 32, 2, 3), (32, 6, 3, 2), groups=2), "tf32 last")],
-    ids=str,
-)  # fmt: skip
-def test_filters_of_gradients_are_packed_from_their_channels_last(case, mode):
-    """A row's channels lie apart there."""
-    check(case, mode, ImplicitGemm(64, 64, 2), (1,), filter_last=True)
-
-
-@pytest.mark.parametrize("options", [{"padding": 1}, {"stride": 3}], ids=["", "phases that repeat"])
-def test_a_filter_with_its_channels_last_mends_what_limbs_cannot_hold(options):
-    """The same bits as with the filter in C order."""
-    case, config = dgrad((3, 24, 2, 2), (24, 8, 3, 3), bias=False, **options), ImplicitGemm(64, 64, 2)
-    x, w, _ = case.normals("float32")
-    x[1, 3, 1, 1], x[2] = np.inf, x[2] * np.float32(2.0) ** -100
-    w[5, 2] *= np.float32(2.0) ** -30
-    found = [simt.computed(asked(case, "fp32 last"), config, x, w, filter_last=last) for last in (False, True)]
-    assert found[0].tobytes() == found[1].tobytes() and np.isinf(found[0][1]).any() and np.isfinite(found[0][[0, 2]]).all()
-
-
 @pytest.mark.parametrize("case", [fprop((2, 6, 9), (8, 3, 4), stride=2, groups=2), dgrad((2, 24, 5, 6), (24, 12, 3, 3), stride=2, padding=1)], ids=str)
 def test_plain_products_read_a_filter_with_its_channels_last(case):
     check(case, "fp32 last", Gemm(64, 64, 16, 8, 4, 4), (1,), filter_last=True)
 
 
-@pytest.mark.parametrize("tiles", [1, 3, 7])
-def test_images_of_few_tiles_are_settled_by_the_blocks_of_a_cluster(tiles, monkeypatch):
-    """The same bits as by the launch's last blocks: of images that are guessed right, that are packed again, and that have Inf."""
-    case, config = fprop((4, 32, 16 * tiles, 15), (24, 32, 3, 3), padding=1, bias=False), ImplicitGemm(64, 64, 2)
-    x, w, _ = case.normals("float32")
-    x[1] *= np.float32(1000)
-    x[2] *= np.float32(1e-9)
-    x[3, 5, 7, 7] = np.inf
-    problem, got = asked(case, "fp32"), []
-    for most in (8, 0):
-        monkeypatch.setattr(packing, "CLUSTER", most)
-        (first, *_) = [step for stage in emulator.program_of(problem, config, 132).whole for step in stage]
-        assert (first.defines["CLUSTER"] > 0) == (most > 0)
-        got.append(simt.computed(problem, config, x, w, multiprocessors=132, seeds=(tiles,)))
-    assert got[0].tobytes() == got[1].tobytes()
-    want, size = case.reference(x[:3], w), case.reference(np.abs(x[:3]), np.abs(w))
-    assert_close(got[0][:3], want, 3e-6 * size, config)
+# ---- what finishes a sum
 
-
-def test_many_short_rows_of_a_filter_are_packed_by_warps(monkeypatch):
-    """The same bits as by blocks: of rows like any, with Inf, and with numbers that lose bits."""
-    case, mode = fprop((1, 32, 6, 15), (24, 32, 3, 3), padding=1, bias=False), "fp32"
-    x, w, _ = case.normals("float32")
-    w[1, 3, 0, 0] = np.inf
-    w[5, 2] *= np.float32(1e-12)
-    problem, config, got = asked(case, mode), ImplicitGemm(64, 64, 2), []
-    for many in (0, 10**9):
-        monkeypatch.setattr(packing, "MANY_ROWS", many)
-        (first, *_) = [step for stage in emulator.program_of(problem, config, 132).whole for step in stage]
-        assert first.arguments.row_bits == 3 * (many == 0)
-        got.append(simt.computed(problem, config, x, w, multiprocessors=132, seeds=(1,)))
-    assert got[0].tobytes() == got[1].tobytes()
-
-
-@pytest.mark.parametrize("case", [dgrad((2, 24, 5, 6), (24, 40, 3, 3), padding=1, bias=False), dgrad((2, 16, 5, 6), (16, 68, 3, 2), stride=2, groups=2, bias=False), dgrad((1, 20, 5, 6), (20, 132, 1, 1), bias=False)], ids=str)
-@pytest.mark.parametrize("mode", ["fp32 last", "fp16 last"])
-def test_rows_of_a_filter_that_are_neighbours_in_memory_are_packed_four_at_a_time(case, mode, monkeypatch):
-    """The same bits as one at a time: of rows like any, with Inf, and with numbers that lose bits."""
-    x, w, _ = case.normals(dtype_of(mode))
-    w[1, 3, 0, 0], w[5] = np.inf, w[5] * np.array(1e-12, w.dtype)
-    problem, config, got = asked(case, mode), ImplicitGemm(64, 64, 2), []
-    for rows in (4, 1 << 20):
-        monkeypatch.setattr(packing, "NEIGHBOUR_ROWS", rows)
-        program = emulator.program_of(problem, config, 132)
-        (first, *_) = [step for stage in (program.filter_last or program.whole) for step in stage]
-        assert first.arguments.row_bits == 2 * (rows == 4)
-        got.append(simt.computed(problem, config, x, w, multiprocessors=132, seeds=(1,), filter_last=program.filter_last is not None))
-    assert got[0].tobytes() == got[1].tobytes()
-
-
-def test_blocks_that_settle_images_wait_in_memory_as_it_comes(monkeypatch):
-    """Whatever is in the workspace, and however often: the same bits. What they told one another is not there behind the product."""
-    case, config = fprop((2, 16, 20, 64), (8, 16, 3, 3), padding=1, bias=False), ImplicitGemm(64, 64, 2)
-    monkeypatch.setattr(packing, "CLUSTER", 0)
-    x, w, _ = case.normals("float32")
-    x[1] *= np.float32(1e4)
-    problem, found = asked(case, "fp32"), []
-    program = emulator.program_of(problem, config, 3)
-    packs, product = (step for stage in program.steps for step in stage)
-    assert packs.kernel == "pack" and packs.arguments.tiles == packs.arguments.slices == 3 and not packs.arguments.filter_rows
-    memory, size = emulator.Memory(problem, program, x, w, None, None, None), program.workspace_bytes
-    for seed, held in enumerate((np.full(size, 0xFF), np.random.default_rng(2).integers(0, 256, size), np.zeros(size), None)):
-        if held is not None:
-            memory.buffers[packs.buffers[2][0]] = held.astype(np.uint8)
-        simt.run([[packs]], memory, seed)
-        limbs, scales, flags, tiles = (memory.view(packs.buffers[i], kind) for i, kind in ((2, "uint16"), (3, "float32"), (4, "int32"), (5, "uint64")))
-        found.append((limbs[: 2 * 2 * 16 * 20 * 64].tobytes(), scales[:2].tobytes(), flags[:2].tobytes()))
-        marks = tiles[:12] >> np.uint64(26)  # the mark, with the number that a launch has on the machine
-        assert (marks == (0xFFF5D3A96B2E91C7 ^ (0x123456789ABCDEF << 26 & 2**48 - 1)) >> 26).all() and product.structs[0].x_tiles == 6 and product.buffers[-2] == packs.buffers[5]
-    assert len(set(found)) == 1 and scales[0] == 2.0**-9 and scales[1] > 2.0**-9
-
-
-#: Sums in parts that blocks of the product add: stored by threads and by TMA, of phases one by one and in pairs, of several launches, of folded taps, of groups, of three axes.
-JOINED = [
-    (fprop((2, 40, 7, 9), (21, 40, 3, 3), padding=1), "fp32", ImplicitGemm(64, 64, 2, 3)), (fprop((2, 40, 7, 9), (24, 40, 3, 3), padding=1), "fp32 last", ImplicitGemm(64, 64, 2, 4)),
-    (fprop((3, 20, 11, 6), (70, 20, 3, 2), stride=2), "tf32 last", ImplicitGemm(128, 64, 3, 2)), (fprop((1, 40, 6, 8), (130, 40, 3, 3), padding=1), "tf32", ImplicitGemm(128, 64, 3, 5)),
-    (dgrad((2, 24, 5, 6), (24, 40, 4, 4), stride=2, padding=1), "fp32", ImplicitGemm(64, 64, 2, 2)), (dgrad((2, 24, 5, 6), (24, 20, 3, 3), stride=3), "fp32", ImplicitGemm(64, 64, 2, 2)),
-    (dgrad((2, 24, 5, 6), (24, 20, 3, 3), stride=2), "fp32 last", ImplicitGemm(64, 64, 2, 2)), (fprop((2, 3, 15, 14), (20, 3, 5, 5), stride=2, padding=2), "fp32", ImplicitGemm(64, 64, 2, 2)),
-    (fprop((2, 48, 6, 7), (40, 24, 3, 3), padding=1, groups=2), "fp32", ImplicitGemm(64, 64, 2, 8)), (fprop((2, 24, 3, 5, 6), (20, 24, 2, 3, 3), padding=1), "fp32", ImplicitGemm(64, 64, 2, 16)),
+FINISHED = [
+    (fprop((3, 32, 9, 11), (72, 32, 3, 3), padding=1), "tf32 last", DenseNhwc(64, 64, 4)), (fprop((3, 100, 5, 16), (70, 100, 1, 1)), "fp32", Pointwise(32, 2, 3)),
+    (fprop((2, 24, 9, 8), (32, 24, 3, 3), padding=1), "fp16", ImplicitGemm(64, 64, 2)),
 ]  # fmt: skip
-#: Tiles that are stored from registers, by threads and by TMA, of phases one by one and in pairs, by turns, of folded taps and of groups.
-MENDED = [
-    (fprop((2, 40, 7, 9), (21, 40, 3, 3), padding=1), "fp32", ImplicitGemm(64, 64, 2)), (fprop((2, 40, 7, 9), (24, 40, 3, 3), padding=1), "fp32 last", ImplicitGemm(64, 64, 2)),
-    (fprop((3, 20, 11, 6), (70, 20, 3, 2), stride=2), "tf32 last", ImplicitGemm(128, 64, 3)), (fprop((3, 40, 7, 9), (130, 40, 3, 3), padding=1), "tf32", ImplicitGemm(128, 64, 3, schedule="pingpong")),
-    (dgrad((2, 24, 5, 6), (24, 40, 4, 4), stride=2, padding=1), "fp32", ImplicitGemm(64, 64, 2)), (dgrad((2, 24, 5, 6), (24, 20, 3, 3), stride=3), "fp32", ImplicitGemm(64, 64, 2)),
-    (dgrad((2, 24, 5, 6), (24, 20, 3, 3), stride=2), "fp32 last", ImplicitGemm(64, 64, 2)), (fprop((2, 3, 15, 14), (20, 3, 5, 5), stride=2, padding=2), "fp32", ImplicitGemm(64, 64, 2)),
-    (fprop((2, 48, 6, 7), (40, 24, 3, 3), padding=1, groups=2), "fp32", ImplicitGemm(64, 64, 2)), (fprop((2, 24, 3, 5, 6), (20, 24, 2, 3, 3), padding=1), "fp32", ImplicitGemm(64, 64, 2)),
-    (dgrad((2, 24, 3, 4), (24, 40, 4, 4), stride=4), "fp32", ImplicitGemm(64, 64, 2)),
-    *JOINED,
-]  # fmt: skip
-CHANGED = {
-    "2^-40 to 2^40": lambda x, w, rng: x.__imul__(np.float32(2) ** rng.integers(-40, 40, x.shape)),
-    "Inf": lambda x, w, rng: x.__setitem__((0, 0, 2, 2), np.inf),
-    "NaN in the last image": lambda x, w, rng: x.__setitem__((-1,) * x.ndim, np.nan),
-    "a filter of its own range": lambda x, w, rng: w[0, 0].__imul__(np.float32(2) ** rng.integers(-50, 50, w[0, 0].shape)),
-}
 
 
-#: Each alone, and with a scale and a residual or an activation by turns; those that blocks add in one of both ways.
-MENDED_HOW = [(*run, how) for i, run in enumerate(MENDED) for j, how in enumerate(("sums", "gelu" if i // 2 % 2 or run[2].is_pingpong else "residual")) if run not in JOINED or i % 2 == j]
-
-
-@pytest.mark.parametrize(("case", "mode", "config", "how"), MENDED_HOW, ids=[f"{how}-{id}" for (*_, how), id in zip(MENDED_HOW, ids([run[:3] for run in MENDED_HOW]), strict=True)])
-def test_blocks_compute_once_more_what_is_flagged(case, mode, config, how):
-    problem = asked(case, mode)
-    problem = replace(problem, has_scale=how == "residual", has_residual=how == "residual", activation="gelu" if how == "gelu" else None)
-    kernels = [step.kernel for stage in emulator.program_of(problem, config, 3).whole for step in stage]
-    assert set(kernels) == {"pack", ig.KERNEL}
-    number = MENDED.index((case, mode, config))
-    kinds = [list(enumerate(CHANGED.items()))[(number + i) % len(CHANGED)] for i in ((0, 2) if how == "sums" else (3,))]  # by turns
-    for seed, (kind, change) in kinds:
-        rng = np.random.default_rng(seed)
-        x, w, b = case.normals("float32", seed)
-        change(x, w, rng)
-        residual = rng.normal(size=problem.result_shape).astype("float32") if problem.has_residual else None
-        scale = rng.normal(size=case.channels).astype("float32") if problem.has_scale else None
-        with np.errstate(all="ignore"):
-            of_channel = [None if one is None else one.astype(float).reshape(-1, *(1,) * case.ndim) for one in (scale, b)]
-            factor, *summands = (0 if one is None else one for one in (1 if scale is None else of_channel[0], of_channel[1], residual))
-            want, size = case.reference(x, w) * factor + sum(summands), case.reference(np.abs(x), np.abs(w)) * np.abs(factor) + sum(map(np.abs, summands))
-            want = activated(want, problem.activation)
-        y = simt.computed(problem, config, x, w, b, scale, residual, seeds=(seed,))
-        rounded = 2.0**-9 if mode.startswith("tf32") else 3e-6
-        with np.errstate(all="ignore"):
-            wrong = ~((np.abs(y - want) <= rounded * size + 1e-44) | (np.isnan(y) & np.isnan(want)) | (y == want))
-        assert not wrong.any(), f"{kind}: {np.argwhere(wrong)[:5]}"
-
-
-@pytest.mark.parametrize("blocks", [1, 4, 132])
-@pytest.mark.parametrize(("case", "mode", "config"), JOINED, ids=ids(JOINED))
-def test_blocks_add_the_parts_of_split_sums(case, mode, config, blocks):
-    """Exactly, in two launches, whoever comes last; and, of blocks with several tiles, with what was packed before."""
-    problem = asked(case, mode)
-    program = emulator.program_of(problem, config, blocks)
-    packing, *products = [step for stage in program.whole for step in stage]
-    assert packing.kernel == "pack" and {step.kernel for step in products} == {"hopper_gemm"}
-    assert packing.arguments.tickets == sum(step.structs[0].tiles // config.SPLIT * (step.structs[4].turns if step.defines["PHASES"] > 1 else 1) + 3 & ~3 for step in products)
-    check(case, mode, config, (1, 2) if blocks == 4 else (1,), multiprocessors=blocks)
-    if blocks == 4:
-        check(case, mode, config, (3,), kept=True, multiprocessors=blocks)
-
-
-def test_flagged_results_need_to_be_computed_once_more():
-    """What the test before compares is wrong without."""
-    case, mode, config = MENDED[0]
-    x, w, b = case.normals("float32")
-    x[0, 0, 2, 2] = np.inf
-    y = simt.computed(asked(case, mode), config, x, w, b, broken=("if (any_flag) recompute_tiles", "if (false) recompute_tiles"))
-    with np.errstate(all="ignore"):
-        assert not np.array_equal(np.isinf(y), np.isinf(case.reference(x, w, b)))
-
-
-# ---- what finishes a sum, and what is noted of it
-
-FINISHED = [(fprop((3, 32, 9, 11), (72, 32, 3, 3), padding=1), "tf32 last", DenseNhwc(64, 64, 4)), (fprop((3, 100, 5, 16), (70, 100, 1, 1)), "fp32", Pointwise(32, 2, 3))]
-FINISHED += [run for run in IMPLICITS[::4] if not run[0].transposed]
-
-
-@pytest.mark.parametrize(("case", "mode", "config"), FINISHED, ids=ids(FINISHED))
-def test_the_epilogue(case, mode, config):
-    """Bias, scale, residual and ReLU; of every other run by kernels that know the layer, too."""
-    case, number = replace(case, bias=True), FINISHED.index((case, mode, config))
-    problem = replace(asked(case, mode), has_scale=True, has_residual=True, activation="relu")
-    rng, dtype, k = np.random.default_rng(1), dtype_of(mode), (case.channels,)
-    x, w, b, s, r = (rng.integers(-3, 4, shape).astype(dtype) for shape in (case.input_shape, case.weight_shape, k, k, problem.result_shape))
-    each = (-1, *(1,) * case.ndim)
-    ref = case.reference(x, w) * s.astype(float).reshape(each) + b.astype(float).reshape(each) + r.astype(float)
-    for constants in (False, True)[: 1 + number % 2]:
-        assert_exact(simt.computed(problem, config, x, w, b, s, r, seeds=(1, 2), constants=constants), np.maximum(ref, 0))
-
-
-@pytest.mark.parametrize(("case", "mode", "config"), FINISHED, ids=ids(FINISHED))
-def test_activations(case, mode, config):
-    """With a residual and without, the other of the other runs by kernels that know the layer."""
-    case, number = replace(case, bias=True), FINISHED.index((case, mode, config))
-    rng, dtype, k = np.random.default_rng(1), dtype_of(mode), (case.channels,)
-    for i in range(2):
-        activation = ACTIVATIONS[(2 * number + i) % len(ACTIVATIONS)]
-        problem = replace(asked(case, mode), has_residual=i % 2 == 0, activation=activation)
-        x, w, b, r = (rng.integers(-2, 3, shape).astype(dtype) for shape in (case.input_shape, case.weight_shape, k, problem.result_shape))
-        w, r = w / w.dtype.type(32), r if problem.has_residual else None
-        before = case.reference(x, w, b) + (0 if r is None else r.astype(float))
-        got, ref = simt.computed(problem, config, x, w, b, None, r, seeds=(1,), constants=i > number % 2), activated(before, activation)
-        assert_close(got, ref, 2.0**-20 * np.abs(before) + EPS[dtype] * np.abs(ref) + 2.0**-22, f"{config} {activation}")
-
-
-NOTED = implicit.NOTED[::29]
-
-
-@pytest.mark.parametrize(("case", "mode", "config"), NOTED, ids=ids(NOTED))
-def test_moments(case, mode, config):
-    check_moments(asked(case, mode), config, case.normals(dtype_of(mode)), partial(simt.run, seed=1))
+@pytest.mark.parametrize(("case", "mode", "config"), FINISHED, ids=ids_of(FINISHED))
+def test_kernels_that_know_the_layer_finish_a_sum(case, mode, config):
+    """Bias, scale, residual and ReLU; then other activations, with a residual and without."""
+    number = FINISHED.index((case, mode, config))
+    check_epilogue(case, mode, config, [ACTIVATIONS[(2 * number + i) % len(ACTIVATIONS)] for i in range(2)], partial(simt.computed, constants=True))
 
 
 # ---- batch_norm.cu, with the loads that only CUDA has
@@ -538,7 +308,6 @@ def test_reads_beside_an_array_and_askew_are_found(read, said):
 
 DENSE_RUN = (fprop((2, 136, 7, 5), (9, 136, 3, 2), padding=(1, 0)), "fp16 last", DenseNhwc(64, 32, 3))
 STORE_RUN = (BASE, "fp16 last", ImplicitGemm(64, 64, 4))  # it writes boxes
-JOIN_RUN = (JOINED[0][0], "fp32", JOINED[0][2])  # its blocks add the parts of sums
 READS, WRITES = "which a pending product or store still reads", "which a thread wrote without a fence"
 BROKEN = [  # (what is run, what the kernel's text has, what stands there instead, what is said of it)
     (DENSE_RUN, "ring.wait_empty(at);", "", "more than its 1 arrivals"),
@@ -549,8 +318,6 @@ BROKEN = [  # (what is run, what the kernel's text has, what stands there instea
     (DENSE_RUN, "min(16, (int)shape.pixels - pixel)", "16", "writes .* bytes at .* of buffer 3, which has"),
     (STORE_RUN, "  fence_for_bulk();\n  named_barrier", "  named_barrier", WRITES),
     (STORE_RUN, "  if (TENSOR_STORE && threadIdx.x % 128 == 0) bulk_wait_read<0>();", "", "ends with bulk stores that it did not wait for"),
-    (JOIN_RUN, "== (unsigned)shape.splits - 1;", "== 0;", "elements differ"),
-    (JOIN_RUN, "tickets[i] = 0;", "tickets[i] = 1;", "elements differ"),
 ]  # fmt: skip
 
 

@@ -2,8 +2,6 @@
 
 import json
 import secrets
-import subprocess
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from pycuda_conv.rounding import RELATIVE_LIMIT, TIMES_OTHER_ON_TENSOR_CORES, be
 from pycuda_conv.runtime import get_device
 from pycuda_conv.runtime.target import Target
 from pycuda_conv.tools import plans, verify
+from pycuda_conv.tools.benchmarks import error_table
 from pycuda_conv.tools.engine_cases import engine_cases
 from pycuda_conv.tools.oracle import compare
 
@@ -169,7 +168,7 @@ def test_all_kernels_are_compiled_before_the_first_case(monkeypatch):
     assert len(sources) == len(set(sources)) <= 31
 
 
-def test_the_table_of_errors_is_made_of_the_report(tmp_path):
+def test_the_table_of_errors_is_made_of_the_report():
     """A row an engine and arithmetic; the largest error of several problems; clearly larger ones are bold; no transforms."""
     results = [
         asdict(replace(judged(factor), case=f"e fp32{asked} fprop, {numbers}", engine=engine, arithmetic="fp32", numbers=numbers))
@@ -177,14 +176,10 @@ def test_the_table_of_errors_is_made_of_the_report(tmp_path):
             ("gemm", "normal", 1.0, ""), ("gemm", "normal", 1.2, ""), ("gemm", "sparse", 2.0, ""), ("direct", "normal", 0.5, ""), ("tiles", "normal", 9.0, " fft"),
         )
     ]  # fmt: skip
-    facts = {"date": "2026-11-29T01:00:00", "device": "cuda:0", "model": "NVIDIA X", "torch": "2.11", "cudnn": 91900, "results": results}
-    report, page = tmp_path / "errors.json", tmp_path / "page.md"
-    report.write_text(json.dumps(facts))
-    page.write_text("# Before\n<!-- errors:begin -->\nold\n<!-- errors:end -->\nafter\n")
-    subprocess.run([sys.executable, ROOT / "scripts" / "error_table.py", report, "--page", page], check=True, timeout=300)
-    text = page.read_text()
+    facts = {"date": "2026-11-29T01:00:00", "device": "cuda:0", "model": "NVIDIA X", "torch": "2.11", "cudnn": 91900, "kernels": "12345678", "results": results}
+    text = error_table.page(facts)
     rows = {line.split(" | ")[0].removeprefix("| "): [part.strip(" |") for part in line.split(" | ")[1:]] for line in text.splitlines() if line.startswith("| ")}
-    assert "old" not in text and text.endswith("<!-- errors:end -->\nafter\n") and "NVIDIA X, torch 2.11, cuDNN 91900; 5 results" in text and "2026-11-29" in text
+    assert "2026-11-29, kernels `12345678`: NVIDIA X, torch 2.11, cuDNN 91900; 5 results" in text
     assert rows["fp32"][0] == "1.20" and rows["fp32"][2] == "2.00" and "tiles" not in rows
     assert rows["gemm"][0] == "fp32" and rows["gemm"][3].startswith("**") and not rows["gemm"][1].startswith("**")
     ours, theirs = map(float, rows["direct"][1].split(" / "))

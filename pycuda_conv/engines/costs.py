@@ -41,6 +41,15 @@ def spread(us: float, multiprocessors: int) -> float:
     return us * MULTIPROCESSORS / multiprocessors
 
 
+def together(sharpness: float, *us: float) -> float:
+    """Microseconds of what a launch does at the same time: the longest, and more the closer the others come to it.
+
+    With two equally long ones it is 2 to the power of 1 / `sharpness` times as long.
+    """
+    longest = max(us)
+    return longest * math.fsum((one / longest) ** sharpness for one in us) ** (1 / sharpness)
+
+
 def bytes_moved(problem: ConvProblem) -> int:
     """Bytes of the images, of the result, and of a residual."""
     results = math.prod(problem.result_shape) * (2 if problem.has_residual else 1)

@@ -86,6 +86,14 @@ class Settings:
     #: leave measured choices out of account
     untuned: bool = False
 
+    def over(self, began: float) -> bool:
+        """Whether what began at this reading of ``time.monotonic`` has to begin nothing more."""
+        return self.seconds is not None and time.monotonic() - began > self.seconds
+
+    def cut(self, done: int, wanted: int, what: str) -> str:
+        """What the method says of a run that ended before all was done; empty if it didn't."""
+        return "" if done == wanted or self.seconds is None else f". Stopped after {self.seconds:.0f} s: {done} of {wanted} {what}"
+
     @property
     def effort(self) -> Effort:
         """How long to measure a row; less for many rows."""
@@ -269,12 +277,12 @@ def measure(torch: Any, plan: Plan, mode: str, effort: Effort, seed: int, cache_
 
 def measure_suite(torch: Any, ready: Sequence[Plan], mode: str, settings: Settings, seed: int, rates: Rates = H200) -> list[Row]:
     """A row for every plan whose turn comes before the end that the settings name."""
-    began = time.monotonic()
+    began, own = time.monotonic(), dataclasses.replace(settings, seconds=settings.seconds and settings.seconds / len(settings.modes))
     cuda_device = ready[0].device.backend == "cuda"
     cache_bytes = torch.cuda.get_device_properties(ready[0].device.name).L2_cache_size if cuda_device else 0
     rows = []
     for i, plan in enumerate(track(ready, lambda plan: f"{mode}: {label(plan.problem)}")):
-        if settings.seconds is not None and time.monotonic() - began > settings.seconds / len(settings.modes):
+        if own.over(began):
             break
         try:
             row = measure(torch, plan, mode, settings.effort, seed + i, cache_bytes, rates)
@@ -446,8 +454,7 @@ def run(settings: Settings) -> int:
                 with torch_precision(_precision(mode)):
                     rows += measure_suite(torch, ready[i * len(chosen) : (i + 1) * len(chosen)], mode, settings, seed, rates)
                 took[mode] = time.perf_counter() - began - sum(took.values())
-            if len(rows) < len(ready):
-                machine["method"] += f". Stopped after {settings.seconds:.0f} s: {len(rows)} of {len(ready)} layers"
+            machine["method"] += settings.cut(len(rows), len(ready), "layers")
         smaller = "fp32" in settings.modes and settings.only is settings.kind is None
         with torch_precision("fp32"):
             if chosen and smaller:

@@ -18,7 +18,7 @@ from pycuda_conv.tools.terminal import Table, ToolError, json_text, table
 #: The pages of a checkout with results: one with all of them, one with a few rows.
 RESULTS_PAGE, FRONT_PAGE = "docs/results.md", "README.md"
 #: The parts of the results that the front page has too, in short.
-FRONT_PARTS = "drawn", "kernelbench", "models"
+FRONT_PARTS = "drawn", "kernelbench", "models", "images"
 
 #: Columns of a record that are computed from the others.
 COMPUTED = ("tflops", "kept_tflops", "torch_tflops", "ratio", "kept_ratio", "of_floor", "kept_of_floor")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,11 +24,13 @@ from pycuda_conv.plan import Plan, cached_plan
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.rounding import TIMES_OTHER, TIMES_OTHER_ON_TENSOR_CORES, beside_limit, relative_limit
 from pycuda_conv.runtime import Device
+from pycuda_conv.tools.benchmarks import error_table
+from pycuda_conv.tools.benchmarks.pages import digest
 from pycuda_conv.tools.distributions import DISTRIBUTIONS
 from pycuda_conv.tools.engine_cases import EngineCase, engine_cases
 from pycuda_conv.tools.oracle import compare, reference, torch_function, torch_gradient, torch_precision
 from pycuda_conv.tools.plans import compile_for
-from pycuda_conv.tools.report import number
+from pycuda_conv.tools.report import RESULTS_PAGE, around_results, number, write_between
 from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, json_text, named_device, print_pairs, table, track
 from pycuda_conv.tune import lookup
 
@@ -488,12 +491,17 @@ def _where(device: Device) -> dict[str, Any]:
     torch, on_gpu = _importable("torch"), device.backend == "cuda"
     return {
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"), "device": device.name, "model": device.model,
-        "torch": torch and torch.__version__, "cudnn": torch.backends.cudnn.version() if torch is not None and on_gpu else None,
+        "kernels": digest(), "torch": torch and torch.__version__,
+        "cudnn": torch.backends.cudnn.version() if torch is not None and on_gpu else None,
     }
 
 
-def run(cases: str | None = None, device: Any = None, seed: int | None = None, as_json: bool = False) -> int:
-    """Verify and print; the exit status is that of a success if all cases passed."""
+def run(
+    cases: str | None = None, device: Any = None, seed: int | None = None, as_json: bool = False, pages: Path | None = None
+) -> int:
+    """Verify and print; the exit status is that of a success if all cases passed. `pages` is a checkout whose page gets the errors."""
+    if pages is not None:
+        around_results(pages / RESULTS_PAGE, "errors")
     chosen = select(cases)
     where = named_device(device)
     if seed is None:
@@ -507,11 +515,13 @@ def run(cases: str | None = None, device: Any = None, seed: int | None = None, a
     results = verify(chosen, where, seed) + verify_engines(of_engines, where, seed)
     elapsed = time.perf_counter() - start
     failed = [r for r in results if not r.passed]
+    facts = _where(where) | {
+        "seed": seed, "seconds": elapsed, "compiling_seconds": compiled - start, "passed": not failed,
+        "results": [asdict(r) for r in results],
+    }
+    if pages is not None:
+        write_between(pages / RESULTS_PAGE, error_table.page(facts), "errors")
     if as_json:
-        facts = _where(where) | {
-            "seed": seed, "seconds": elapsed, "compiling_seconds": compiled - start, "passed": not failed,
-            "results": [asdict(r) for r in results],
-        }
         print(json_text(facts))
         return FAILED if failed else OK
     beside = any(r.torch_relative is not None for r in results)

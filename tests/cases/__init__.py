@@ -31,13 +31,17 @@ class Broken:
 
 @dataclass(frozen=True)
 class Layers:
-    """Random layers: of each family so many, in these directions, types, precisions and layouts. At least so many have candidates."""
+    """Random layers: of each family so many, in these directions, types, precisions and layouts. At least so many have candidates.
+
+    What is chosen takes no longer than the fastest candidate times `slack`.
+    """
 
     families: Sequence[str]
     kinds: Sequence[tuple[str, tuple[str, str, str]]]
     each: int = 6
     least: int = 10
     architectures: Sequence[str] = ("sm_90a",)
+    slack: float = 1.001
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,14 +52,20 @@ class Cases:
     engine: Any
     #: Runs without a GPU, on the simulated machine: exact for integers, within the bound for random data, filters kept and with their
     #: channels last.
-    runs: Sequence[Run]
+    runs: Sequence[Run] = ()
+    #: Runs on every device of the machine, of kernels that are OpenCL's, too; some of them as users run them, optimised; some with offsets
+    #: of 64 bits, which arrays of 2^31 elements need.
+    portable: Sequence[Run] = ()
+    optimised: Sequence[Run] = ()
+    wide: Sequence[Run] = ()
     #: Runs on a GPU.
     gpu: Sequence[Run] = ()
     #: Values of the texts' defines, but for STAGES, that no run without a GPU has.
     unseen: Sequence[tuple[str, int]] = ()
     #: Runs of blocks with many tiles and of blocks with one.
     grids: Sequence[Run] = ()
-    #: Runs with bias, scale and residual; then with these activations.
+    #: Runs with bias, scale and residual; then with these activations. Those of portable engines run on every device, the others on the
+    #: simulated machine and on a GPU.
     finished: Sequence[tuple[Any, str, Any, Sequence[Any]]] = ()
     #: Runs that note moments of their results, for a batch norm.
     noted: Sequence[Run] = ()

@@ -17,12 +17,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import emulator
 import numpy as np
+from modes import program_of
 from reference import kept_file
 
 from pycuda_conv import background
 from pycuda_conv.runtime.base import KERNEL_DIR, Im2col, KernelLaunch, TensorMap
+from simt.memory import RESULT as RESULT
+from simt.memory import WORKSPACE as WORKSPACE
+from simt.memory import Memory, check_map, result_type, type_of
 from simt.ptx import translated
 
 HERE = Path(__file__).resolve().parent
@@ -120,7 +123,7 @@ MAGIC = 0x7E4507A9C0FFEE11
 
 
 def map_of(described: TensorMap, address: int) -> Map:
-    size, box = emulator.type_of(described).itemsize, described.box
+    size, box = type_of(described).itemsize, described.box
     made = Map(magic=MAGIC, base=address + described.offset, rank=len(described.sizes), size=size, span=described.span, rounds=described.dtype == "tfloat32")
     made.sizes[:] = (*described.sizes, 0, 0, 0, 0)[:5]
     made.strides[:] = (size, *described.strides, 0, 0, 0, 0)[:5]
@@ -159,7 +162,7 @@ INCLUDE = re.compile(r'^#include "([\w/]+\.cuh)"$', re.M)
 
 def launch(step: KernelLaunch, kernel: int, memory: Any, addresses: Sequence[int], seed: int) -> None:
     for described in step.maps:
-        emulator.check_map(described, memory)
+        check_map(described, memory)
     maps = [map_of(one, addresses[one.buffer]) for one in step.maps]
     opaque = [np.array([ctypes.addressof(one), MAGIC, *[0] * 14], np.uint64) for one in maps]
     places = [place if isinstance(place, tuple) else (place, 0) for place in step.buffers]
@@ -177,7 +180,7 @@ def run(stages: Sequence[Sequence[KernelLaunch]], memory: Any, seed: int = 0, *,
     ----------
     stages : sequence of sequences of KernelLaunch
         As a schedule has them. They may be other objects that have the members of a launch which are used here.
-    memory : emulator.Memory, or anything else that has `buffers`
+    memory : Memory, or anything else that has `buffers`
         A list of arrays of bytes, in the order in which launches count them. Others take their places, with what the kernels leave.
         Of an empty one kernels get the address of nothing, and must not read there; instead of None they get no address.
     seed : int
@@ -221,13 +224,13 @@ def computed(
     `kept`: with a filter that was packed before. `filter_last`: with a filter whose second axis is last in memory. `constants`: by kernels that know the
     layer's constants.  `seeds`, `broken`: see :func:`run`.
     """
-    program = emulator.program_of(problem, config, multiprocessors)
+    program = program_of(problem, config, multiprocessors)
     program = background.with_constants(program) if constants else program
     stages = program.filter_last if filter_last else (*program.prepare, *program.steps) if kept else program.whole
     results = []
     for seed in seeds:
-        memory = emulator.Memory(problem, program, x, w, b, scale, residual, filter_last)
+        memory = Memory(problem, program, x, w, b, scale, residual, filter_last)
         run(stages, memory, seed, broken=broken)
-        results.append(memory.result(problem, emulator.result_type(problem, x).name))
+        results.append(memory.result(problem, result_type(problem, x).name))
     assert len({result.tobytes() for result in results}) == 1, "the order in which threads run changes the result"
     return results[0]

@@ -17,7 +17,7 @@ from typing import Any
 
 from pycuda_conv.engines.addressing import MOST_PIXELS, PackedLayout, PhaseAddressing, phase_addressing
 from pycuda_conv.engines.base import Config
-from pycuda_conv.engines.costs import costs
+from pycuda_conv.engines.costs import costs, together
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, count_phases, filter_strides, first_phases, repeats, too_many_phases
 from pycuda_conv.engines.hopper.common import (
     CLOCK,
@@ -492,11 +492,11 @@ def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:
     us += COST.CLUSTERED.get(config.CLUSTER, 0.0) if shared else COST.HALF_FULL if 2 * all_jobs <= device.multiprocessors else COST.FULL
     # blocks of the same pixels and other channels or phases load them together; all else comes from the L2 cache again
     loaded *= config.BLOCK_M * min(pixel, ROW) / ceil(problem.result_channels // problem.groups, config.BLOCK_N)
-    us = max(us, HOPPER_COST.BEGIN + loaded / COST.CACHE_RATE)
     moved = read_bytes(problem) + written_bytes(problem) + size * math.prod(problem.weight_shape)
     result_bytes = size * math.prod(problem.result_shape)
     if many > 1 and problem.result_channels * size < ROW:  # each phase writes parts of cache lines
         us = max(us, result_bytes / COST.PARTS_OF_LINES)
+    us = together(COST.TOGETHER, us, HOPPER_COST.BEGIN + loaded / COST.CACHE_RATE, HOPPER_COST.BEGIN + moved / COST.MEMORY)
     lies = problem.direction == "fprop" or mn_major or _transposes(problem, config, device)
     transposed = 0 if lies else transpose_filter.TIME + 2 * size * math.prod(problem.weight_shape) / COST.MEMORY
-    return COST.CALIBRATION * max(us, HOPPER_COST.BEGIN + moved / COST.MEMORY) + transposed
+    return COST.CALIBRATION * us + transposed

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing, why_not
-from pycuda_conv.engines.costs import costs
+from pycuda_conv.engines.costs import costs, together
 from pycuda_conv.engines.geometry import ceil
 from pycuda_conv.engines.hopper.common import MEMORY, read_bytes
 from pycuda_conv.engines.hopper.gemm_tiles import (
@@ -173,7 +173,7 @@ def _time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> f
     us += overhead(problem, packed, config.SPLIT, not in_place, joined)
     if in_place and problem.layout == "NHWC":
         moved = read_bytes(problem) + problem.itemsize * (math.prod(problem.result_shape) + math.prod(problem.weight_shape))
-        us = max(us, launch_time + moved / MEMORY)
+        us = together(COST.TOGETHER, us, launch_time + moved / MEMORY)
     if problem.layout == "NCHW" and len(addressings) > 1:  # memory writes a sector again for each phase that has a pixel in it
         parts = min(addressings[0].phase.step[2], SECTOR // problem.itemsize)
         us = max(us, problem.itemsize * math.prod(problem.result_shape) * parts / COST.PARTS_OF_SECTORS)
@@ -214,7 +214,7 @@ def _product_time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: i
         longest, shared = max(longest, own), shared + own * grid / multiprocessors / config.blocks
         _, across = tiles_of(problem, config, group)
         from_cache += across * problem.groups * sum(stages) / len(addressings) * of_pixels
-    return max(longest, shared, between + from_cache / COST.CACHE_RATE), joined
+    return together(COST.TOGETHER, max(longest, shared), between + from_cache / COST.CACHE_RATE), joined
 
 
 def _loaded(problem: ConvProblem, config: ImplicitGemm, in_place: bool) -> float:
@@ -238,7 +238,7 @@ def _stage_time(problem: ConvProblem, config: ImplicitGemm, in_place: bool, load
     clock, of_filter = (IN_PLACE.clock, IN_PLACE.filter_cycles) if in_place else (rates.clock, 0.0)
     of_pixel = _pixel_cycles(problem, packed) if in_place else rates.row_cycles * COST.SHORT_ROW[packed.load]
     loads = (of_pixel * (gemm_products(problem) + 1) // 2 * config.BLOCK_N + of_filter * config.BLOCK_M) * (64 // packed.load)
-    return max(cycles / clock, loads / clock, loaded / rates.loaded)
+    return together(COST.OF_STAGE, cycles / clock, loads / clock, loaded / rates.loaded)
 
 
 def _stores_last(problem: ConvProblem, config: ImplicitGemm) -> bool:

@@ -14,7 +14,7 @@ from itertools import product
 from typing import Any, ClassVar
 
 from pycuda_conv.engines.base import Config
-from pycuda_conv.engines.costs import costs
+from pycuda_conv.engines.costs import costs, together
 from pycuda_conv.engines.geometry import arguments, ceil, filter_strides, pixel_by_pixel
 from pycuda_conv.engines.hopper.common import SHARED_BYTES, THREADS
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring
@@ -347,11 +347,11 @@ def time(problem: ConvProblem, config: Pointwise, device: Device) -> float:
         of_columns //= limbs(problem)
     cycles = 4 * products(problem) * config.BLOCKS * config.BLOCK_N  # of 4 times 8 of k, by two consumers
     wait = COST.WAIT_CYCLES + (COST.SPLIT_CYCLES * config.BLOCK_N if config.RAW_FILTER else 0)
-    step = max((cycles + wait) / COST.CLOCK, (of_rows + of_columns) / COST.FILL)
+    step = together(COST.TOGETHER, (cycles + wait) / COST.CLOCK, (of_rows + of_columns) / COST.FILL)
     # the first of the tiles that share something reads it from memory
     written = rows * min(config.BLOCK_N, product.columns) * 4
     moved = steps * (of_rows / product.across + (of_columns / product.down if wgrad else 0)) + written
-    tile = max(steps * step + COST.STORE_TIME * rows * config.BLOCK_N / 2**14, moved / COST.MOVED)
+    tile = together(COST.TOGETHER, steps * step + COST.STORE_TIME * rows * config.BLOCK_N / 2**14, moved / COST.MOVED)
     if problem.has_residual:
         tile += written / COST.RESIDUAL_RATE
     us = COST.LAUNCHES_TIME[wgrad] + ceil(product.tiles, multiprocessors) * tile

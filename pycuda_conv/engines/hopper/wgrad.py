@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from pycuda_conv.engines.addressing import MOST_PIXELS
-from pycuda_conv.engines.costs import costs
+from pycuda_conv.engines.costs import costs, together
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, forward_of, pixel_by_pixel
 from pycuda_conv.engines.hopper.common import CLOCK, ROW, image_map, load_base, map_type, most_shared, pixel_cycles
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes
@@ -414,7 +414,8 @@ def time(problem: ConvProblem, config: WgradNhwc, device: Device) -> float:
     def taken(blocks: int) -> float:
         """Microseconds of `blocks` blocks that run at the same time."""
         beside = ceil(blocks, device.multiprocessors)
-        step = _overlapped(beside * products, beside * loads, products + COST.STEP, (COST.WAIT + loads) / (config.STAGES - 1)) / CLOCK
+        wait = (COST.WAIT + loads) / (config.STAGES - 1)
+        step = together(COST.TOGETHER, beside * products, beside * loads, products + COST.STEP, wait) / CLOCK
         return _part(seen, config) * step + beside * end
 
     blocks, slots = down * across * packs * config.SPLIT, device.multiprocessors * _blocks_per_sm(config, factor)
@@ -423,12 +424,7 @@ def time(problem: ConvProblem, config: WgradNhwc, device: Device) -> float:
     us *= COST.FLIPPED_TIME if config.FLIPPED and size == 2 else 1
     added = COST.REDUCE + 4 * config.SPLIT * part_sums(problem, config) / COST.ADDED if config.SPLIT > 1 else 0
     copied = sum(FORM_COST.COPY + 32 * args.words / FORM_COST.COPIED for _, args in channel_copies(seen))
-    return COST.FIRST + _overlapped(us, _moved(problem) / COST.MEMORY) + added + copied
-
-
-def _overlapped(*parts: float) -> float:
-    """The time of several limits that apply at once: somewhat longer than the longest of them."""
-    return float(sum(part**3 for part in parts) ** (1 / 3))
+    return COST.FIRST + together(COST.TOGETHER, us, _moved(problem) / COST.MEMORY) + added + copied
 
 
 def _moved(problem: ConvProblem) -> float:

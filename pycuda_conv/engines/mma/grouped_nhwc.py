@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from pycuda_conv.engines.addressing import MOST_PIXELS
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.channel_units import MOST_STEPS, STEP, Units, chunks_read, cut, pitch, worth_it
-from pycuda_conv.engines.costs import costs, spread
+from pycuda_conv.engines.costs import costs, spread, together
 from pycuda_conv.engines.geometry import Phase, arguments, ceil, phases, row_major, too_many_phases
 from pycuda_conv.engines.limits import AMPERE, TWO_AXES, Takes, Tiles
 from pycuda_conv.engines.mma.common import SHARED_BYTES, product_rate
@@ -308,7 +308,8 @@ def time(problem: ConvProblem, config: GroupedNhwc, device: Device) -> float:
         us += COST.BEGIN + COST.MEASURED * ceil(unit_blocks * blocks * len(group), multiprocessors) * cycles / COST.CLOCK
         loaded += sum(_tiles(view, config) * unit_blocks * work.loaded for view, work in zip(group, works, strict=True)) / len(views)
     operand = problem.itemsize * problem.N * math.prod(problem.operand_size) * problem.operand_channels
-    return max(us, COST.BEGIN + spread((problem.bytes + COST.HALO * max(loaded - operand, 0)) / COST.MEMORY, multiprocessors))
+    moved = spread((problem.bytes + COST.HALO * max(loaded - operand, 0)) / COST.MEMORY, multiprocessors)
+    return together(COST.TOGETHER, us, COST.BEGIN + moved)
 
 
 class _Work(NamedTuple):

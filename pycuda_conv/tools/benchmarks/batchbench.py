@@ -1,7 +1,7 @@
 """Same bits in every batch: random layers, whole batches beside parts of them, and the time beside the default's.
 
 A layer's batch is computed as a whole, then some of its images alone and others together, in another order. What differs in one bit is a
-failure. On a GPU both choices are timed, by kernels of the same form.
+failure. On a GPU both choices are timed, by kernels of the same form, unless ``--quick`` asks for the bits alone.
 """
 
 from __future__ import annotations
@@ -163,22 +163,23 @@ def run(settings: bench.Settings, modes: Sequence[str], count: int) -> int:
     torch, out = require("torch"), console()
     on_gpu = device.backend == "cuda"
     seed = secrets.randbelow(2**31) if settings.seed is None else settings.seed
-    machine = bench.describe(torch, device, ", ".join(modes), "", seed) | {"command": f"pycuda-conv bench --batches {count}"}
+    machine = bench.describe(torch, device, ", ".join(modes), "", seed)
+    machine["command"] = f"pycuda-conv bench --batches {count}" + " --quick" * settings.quick
     for line in header_lines(machine):
         out.print(line, markup=False)
     began, rows, r = time.monotonic(), [], random.Random(seed)
     todo = list(layers(seed, count, modes, MOST_FLOP if on_gpu else OPENCL_FLOP))
     with torch.no_grad():
         for first in range(0, count, AT_ONCE):
-            if settings.seconds is not None and time.monotonic() - began > settings.seconds:
+            if settings.over(began):
                 break
             some = todo[first : first + AT_ONCE]
             apart = [parts(r, problem.N) for _, problem in some]
             compile_ahead([p for _, p in some], device, [{p.N, *map(len, a)} for (_, p), a in zip(some, apart, strict=True)])
             for i, (family, problem) in enumerate(track(some, lambda pair: str(pair[1]))):
-                if settings.seconds is not None and time.monotonic() - began > settings.seconds:
+                if settings.over(began):
                     break
-                rows.append(measure(torch, family, problem, device, seed + first + i, apart[i], on_gpu))
+                rows.append(measure(torch, family, problem, device, seed + first + i, apart[i], on_gpu and not settings.quick))
                 if rows[-1].differs:
                     out.print(f"DIFFERS: {rows[-1].problem}, {rows[-1].images} images: {rows[-1].differs}", markup=False, style="bold red")
                 if on_gpu:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import secrets
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -163,6 +164,7 @@ def steps(torch: Any, device: Any, name: str, images: int, mode: str, seed: int)
 
 def run(settings: bench.Settings) -> int:
     """Measure, print, and write the files that were asked for."""
+    began = time.monotonic()
     device: Any = bench.gpu_for(settings, "--energy")
     torch, out = require("torch"), console()
     bench.check_paths(settings, "energy")
@@ -180,12 +182,17 @@ def run(settings: bench.Settings) -> int:
         for way, call in ways.items():
             joules, seconds = measured(counter, wait, call)
             rows.append(Row(what, way, joules, seconds * 1e3))
+            if not sys.stderr.isatty():  # in case the run is cut short
+                print("  ".join(rows[-1].cells()), file=sys.stderr, flush=True)
 
     with cudnn_set(torch, "benchmark", True), torch_precision("fp32"):
         with torch.no_grad():
             note(f"the suite's first {len(core())} layers, each once", suite_passes(torch, device, seed))
         torch.cuda.empty_cache()
-        for name, images, mode in STEPS:
+        for i, (name, images, mode) in enumerate(STEPS):
+            if settings.over(began):
+                machine["method"] += settings.cut(i, len(STEPS), "training steps")
+                break
             with arithmetic(torch, mode):
                 ways = steps(torch, device, name, images, mode, seed)
                 settle(ways["ours"], wait, device.all_compiled)

@@ -373,7 +373,7 @@ def run(settings: bench.Settings, devices: Any = None) -> int:
     seed = secrets.randbelow(2**31) if settings.seed is None else settings.seed
     effort = Effort(rounds=7, seconds=0.3) if settings.quick else Effort(rounds=9, seconds=2)
     out = console()
-    began = time.perf_counter()
+    began = time.monotonic()
     torch.cuda.set_device(device.name)
 
     def pin(array: np.ndarray) -> np.ndarray:
@@ -392,17 +392,20 @@ def run(settings: bench.Settings, devices: Any = None) -> int:
         for line in header_lines(machine):
             out.print(line, markup=False)
         for i, case in enumerate(track(chosen, str)):
+            if settings.over(began):
+                break
             try:
                 rows.append(measure(torch, case, device, device.name, pin, bus, effort, seed + i))
             except (DeviceMemoryError, torch.OutOfMemoryError):
                 rows.append(HostRow(str(case), 0, 0, verdict="no memory"))
             torch.cuda.empty_cache()
-        if gpus:
+        machine["method"] += settings.cut(len(rows), len(chosen), "problems")
+        if gpus and not settings.over(began):
             scaling = measure_scaling(torch, chosen[0], gpus, device.name, pin, effort, seed)
     _print(out, rows, scaling, chosen[0])
     if settings.json is not None:
         report = {
-            "machine": machine | {"seconds": time.perf_counter() - began}, "bus": asdict(bus),
+            "machine": machine | {"seconds": time.monotonic() - began}, "bus": asdict(bus),
             "rows": [asdict(row) | {"ratio": row.ratio} for row in rows],
             "scaling": [
                 asdict(row) | {"bytes_per_second": row.rate(row.ours_ms), "pinned_bytes_per_second": row.rate(row.pinned_ms)}
@@ -415,7 +418,7 @@ def run(settings: bench.Settings, devices: Any = None) -> int:
             raise ToolError(f"can't write the report: {error}") from error
     if settings.pages is not None:
         write_between(settings.pages / RESULTS_PAGE, markdown(machine, rows, scaling, chosen[0]), "host")
-    out.print(f"{time.perf_counter() - began:.0f} s in all")
+    out.print(f"{time.monotonic() - began:.0f} s in all")
     return FAILED if "WRONG" in [row.verdict for row in rows] + [row.verdict for row in scaling] else OK
 
 

@@ -367,8 +367,8 @@ def run(settings: bench.Settings, suite: str, each: int) -> int:
         wanted = [as_called(one, device) for _, _, problem in todo for one in our_problems(problem, suite).values()]
         ready = dict(zip(wanted, plans(wanted, device), strict=True))
         for i, (group, mode, problem) in enumerate(track(todo, lambda one: f"{one[1]} {one[2]}")):
-            if settings.seconds is not None and time.monotonic() - began > settings.seconds:
-                machine["method"] += f". Stopped after {settings.seconds:.0f} s: {len(rows)} of {len(todo)} layers, in random order"
+            if settings.over(began):
+                machine["method"] += settings.cut(i, len(todo), "layers, in random order")
                 out.print(machine["method"], markup=False)
                 break
             ours = {name: ready[as_called(one, device)] for name, one in our_problems(problem, suite).items()}

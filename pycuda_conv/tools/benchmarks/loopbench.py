@@ -28,7 +28,17 @@ from pycuda_conv.runtime.graph import Graph
 from pycuda_conv.runtime.plain import plain
 from pycuda_conv.tools import bench
 from pycuda_conv.tools.oracle import compare, reference, torch_precision
-from pycuda_conv.tools.report import header_lines, median, microseconds, number, write_json
+from pycuda_conv.tools.report import (
+    RESULTS_PAGE,
+    header_lines,
+    markdown_table,
+    measured_by,
+    median,
+    microseconds,
+    number,
+    write_between,
+    write_json,
+)
 from pycuda_conv.tools.terminal import FAILED, OK, Table, ToolError, console, require, table, track
 
 #: One thread for each pixel of a row, one block for each row: what a first convolution on a GPU looks like. It pads with one zero.
@@ -220,16 +230,15 @@ def compiler_table(compiled: dict[str, tuple[float, float]]) -> Table:
 def run(settings: bench.Settings) -> int:
     """Measure, print, and write the JSON that was asked for."""
     bench.refuse_suite_options(settings, "--loop", "fp32")
-    if settings.pages is not None:
-        raise ToolError("--pages is not for --loop, which writes --json only")
     device: Any = bench.gpu_for(settings, "--loop")
     torch = require("torch")
-    bench.check_paths(settings)
+    bench.check_paths(settings, "loop")
     out, seed = console(), settings.seed or 0
     chosen = bench.matching(settings.only, problems(), bench.label)
     torch.cuda.set_device(device.name)
     with torch.no_grad(), bench.cudnn_set(torch, "benchmark", True), torch_precision("fp32") as words, device:
-        machine = bench.describe(torch, device, "fp32", words, seed)
+        machine = bench.describe(torch, device, "fp32", words, seed) | {"command": "pycuda-conv bench --loop"}
+        machine["method"] = "medians by the host's clock, from the first launch until the result is there"
         for line in header_lines(machine):
             out.print(line, markup=False)
         cubin = compiler(driver.newest()).compile(ONE_CHANNEL, device.queue.arch)
@@ -244,4 +253,7 @@ def run(settings: bench.Settings) -> int:
             write_json(settings.json, report)
         except OSError as error:
             raise ToolError(f"can't write the report: {error}") from error
+    if settings.pages is not None:
+        cells = [row.cells()[:-1] for row in rows]
+        write_between(settings.pages / RESULTS_PAGE, f"{measured_by(machine)}\n\n{markdown_table(COLUMNS[:-1], 1, cells)}", "loop")
     return OK if all(row.correct for row in rows) else FAILED

@@ -135,13 +135,14 @@ def run(settings: bench.Settings) -> int:
         for plan in ready:
             normal = None
             for numbers in track(tuple(NUMBERS), str):
-                if settings.seconds is not None and time.monotonic() - began > settings.seconds:
+                if settings.over(began):
                     break
                 row = measure(torch, plan, numbers, seed)
                 normal = normal or row.us.get(OURS)
                 row.over_normal = row.us[OURS] / normal if normal and OURS in row.us else None
                 rows.append(row)
                 torch.cuda.empty_cache()
+    machine["method"] += settings.cut(len(rows), len(LAYERS) * len(NUMBERS), "rows")
     out.print(table("fp32 by kind of numbers", COLUMNS, [row.cells() for row in rows], left=("layer", "numbers")))
     for row in rows:
         if row.wrong:

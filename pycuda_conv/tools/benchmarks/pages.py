@@ -20,11 +20,14 @@ COMMANDS = {
     "drawn": ("bench", "--suite", "drawn"),
     "kernelbench": ("bench", "--suite", "kernelbench", "--plots", "docs/plots"),
     "numbers": ("bench", "--suite", "numbers"),
-    "published": ("bench", "--mode", "fp32", "tf32", "fp16-nhwc", "--quick", "--plots", "docs/plots"),
+    "published": ("bench", "--kind", "core", "--mode", "fp32", "tf32", "fp16-nhwc", "--quick", "--plots", "docs/plots"),
     "training": ("bench", "--training"),
     "models": ("bench", "--models", "--training", "--quick"),
     "host": ("bench", "--host", "--quick"),
     "energy": ("bench", "--energy"),
+    "images": ("bench", "--images"),
+    "loop": ("bench", "--loop"),
+    "verify": ("verify",),
 }
 _PART = re.compile(r"<!-- (\w+):begin -->\n(.*?)<!-- \1:end -->", re.DOTALL)
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
@@ -43,10 +46,15 @@ def digest() -> str:
 def outdated(folder: Path) -> Iterator[str]:
     """The parts of the pages in a checkout whose figures are not of its kernels, and why."""
     for page in PAGES:
-        for name, text in _PART.findall((folder / page).read_text(encoding="utf-8")):
+        for name, text in parts_of((folder / page).read_text(encoding="utf-8")).items():
             found = set(re.findall(kernels_words("([0-9a-f]{8})"), text))
             if found != {digest()}:
                 yield f"{page}, {name}: {'of kernels ' + ', '.join(sorted(found)) if found else 'does not say of which kernels'}"
+
+
+def parts_of(text: str) -> dict[str, str]:
+    """The parts of a page by their names."""
+    return dict(_PART.findall(text))
 
 
 def measure(folder: Path) -> int:

@@ -7,7 +7,7 @@ host is measured apart, and so are calls on numpy arrays, copies included. On th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import median
@@ -18,10 +18,24 @@ import numpy as np
 from pycuda_conv import ndimage
 from pycuda_conv.runtime import get_device
 from pycuda_conv.tools import bench
-from pycuda_conv.tools.report import header_lines, microseconds, number, write_json
+from pycuda_conv.tools.benchmarks.pages import digest
+from pycuda_conv.tools.info import nvidia_smi
+from pycuda_conv.tools.report import (
+    FRONT_PAGE,
+    RESULTS_PAGE,
+    header_lines,
+    kernels_words,
+    markdown_table,
+    microseconds,
+    number,
+    write_between,
+    write_json,
+)
 from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, require, table, track
 
 LIMIT = 3e-7  # of the largest, for float32
+#: The rows of the front page.
+FRONT = tuple(f"gaussian_filter({size} float32, sigma={sigma}), device" for size, sigma in (("4096x4096", 3), ("512x512x512", 1)))
 
 
 class Case(NamedTuple):
@@ -158,14 +172,16 @@ def run(settings: bench.Settings) -> int:
     """Measure, print and write the report."""
     device = get_device(settings.device)
     host = device.backend != "cuda"
-    if settings.pages is not None or settings.csv is not None or settings.plots is not None:
-        raise ToolError("--images writes --json alone")
+    if settings.csv is not None or settings.plots is not None or (host and settings.pages is not None):
+        raise ToolError("--images writes --json, and on a GPU --pages")
+    bench.check_paths(settings, "images")
     chosen = bench.matching(settings.only, CPU_CASES if host else CASES, str)
     peer = require("scipy.ndimage") if host else _cupys()
     machine: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d %H:%M"), "CPU" if host else "GPU": getattr(device, "model", "") or device.name,
         "beside": f"scipy {require('scipy').__version__}" if host else f"CuPy {require('cupy').__version__}" if peer else "nothing",
         "method": "time of all threads, the least of five" if host else "device: graph replay; host: wall clock; medians, in turn",
+        "command": "pycuda-conv bench --images", "kernels": digest(), "driver": nvidia_smi("driver_version").get("driver_version", "?"),
     }  # fmt: skip
     out = console()
     for line in header_lines(machine):
@@ -177,8 +193,30 @@ def run(settings: bench.Settings) -> int:
     out.print(table("ratio = theirs / ours, above 1 ours is faster", COLUMNS, [row.cells() for row in rows], left=("job",)))
     if settings.json is not None:
         write_json(settings.json, {"machine": machine, "rows": [asdict(row) | {"ratio": row.ratio} for row in rows]})
+    if settings.pages is not None:
+        write_between(settings.pages / RESULTS_PAGE, page(machine, rows), "images")
+        write_between(settings.pages / FRONT_PAGE, excerpt(machine, rows), "images")
     wrong = [row for row in rows if row.error is not None and row.error > (LIMIT if "uint8 " not in row.case else 1.0)]
     return FAILED if wrong else OK
+
+
+def _measured_by(machine: dict[str, Any]) -> str:
+    where = f"{machine['GPU']}, driver {machine['driver']}; {machine['beside']}"
+    kernels = kernels_words(machine["kernels"])
+    return f"Measured by `{machine['command']}` on {machine['date'][:10]}, {kernels}: {where}. The method: {machine['method']}."
+
+
+def page(machine: dict[str, Any], rows: Sequence[Row]) -> str:
+    """The section of the page of results."""
+    cells = [(*row.cells()[:4], number(row.error, ".1e")) for row in rows]
+    return f"{_measured_by(machine)}\n\n{markdown_table(('job', 'ours, us', 'CuPy, us', 'ratio', 'error'), 1, cells)}"
+
+
+def excerpt(machine: dict[str, Any], rows: Sequence[Row]) -> str:
+    """The sentences of the front page: Gaussians of an image and of a volume."""
+    shown = [row for row in rows if row.case in FRONT]
+    told = (f"`{row.case.removesuffix(', device')}` {microseconds(row.ours)} us (CuPy {microseconds(row.theirs)})" for row in shown)
+    return f"Filters of images, on the GPU: {', '.join(told)}. {_measured_by(machine)}"
 
 
 def _cupys() -> Any:

@@ -1,23 +1,12 @@
-"""Errors by engine and kind of numbers as a table of docs/results.md, from what `pycuda-conv verify --json` printed.
-
-    python3 -m pycuda_conv verify --json > errors.json      on the machine with the GPU
-    python3 scripts/error_table.py errors.json              here: it writes between the page's marks errors:begin and errors:end
-"""
+"""Errors by engine and kind of numbers as a table of docs/results.md: ``verify --pages``."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from pycuda_conv.rounding import TIMES_OTHER  # noqa: E402
-from pycuda_conv.tools.distributions import DISTRIBUTIONS  # noqa: E402
-from pycuda_conv.tools.report import markdown_table, write_between  # noqa: E402
+from pycuda_conv.rounding import TIMES_OTHER
+from pycuda_conv.tools.distributions import DISTRIBUTIONS
+from pycuda_conv.tools.report import kernels_words, markdown_table
 
 ARITHMETICS = ("fp32", "tf32", "float16", "bfloat16", "float64")
 
@@ -61,8 +50,9 @@ def page(report: dict[str, Any]) -> str:
     if report.get("cudnn"):
         where += f", cuDNN {report['cudnn']}"
     parts = [
-        f"Measured by `pycuda-conv verify --json` on {report['date'][:10]}: {where}; {len(report['results'])} results. An error is an "
-        "element's largest, divided by what rounding explains (more than 1 is wrong): ours, and torch's on the same arrays."
+        f"Measured by `pycuda-conv verify` on {report['date'][:10]}, {kernels_words(report['kernels'])}: {where}; "
+        f"{len(report['results'])} results. An error is an element's largest, divided by what rounding explains (more than 1 is wrong): "
+        "ours, and torch's on the same arrays."
     ]
     rows: list[tuple[str, ...]] = []
     for arithmetic in ARITHMETICS:
@@ -79,16 +69,3 @@ def page(report: dict[str, Any]) -> str:
     ]  # fmt: skip
     table = markdown_table(("engine", "arithmetic", *numbers), 2, rows)
     return "\n\n".join([*parts, "<details><summary>Every engine: our error / torch's</summary>", table, "</details>"])
-
-
-def main() -> None:
-    """Write the page's part."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("report", type=Path, help="the JSON")
-    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "results.md", help="the page to write into")
-    arguments = parser.parse_args()
-    write_between(arguments.page, page(json.loads(arguments.report.read_text())), "errors")
-
-
-if __name__ == "__main__":
-    main()
