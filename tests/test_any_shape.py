@@ -106,6 +106,7 @@ LAYERS = [
 ]  # fmt: skip
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("of", ["fprop", "input", "weight"])
 @pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
 @pytest.mark.parametrize(("c", "k", "taps", "options"), LAYERS)

@@ -35,6 +35,7 @@ class Of(nn.Module):
         return self.call(self.layer, x)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("kind", ["torch's", "converted"])
 @pytest.mark.parametrize("mode", ["reflect", "circular", "replicate"])

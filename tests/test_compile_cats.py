@@ -33,6 +33,7 @@ def widths():
     return [[len(node.args[0]) for node in gm.graph.nodes if node.op == "call_function" and node.target in CATS] for gm in GRAPHS]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("train, gradients", [(True, True), (True, "input"), (False, False)])
 @pytest.mark.parametrize("axis", [1, -3])

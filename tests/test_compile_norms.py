@@ -59,6 +59,7 @@ class ByHand(nn.Module):
 HOWS = pytest.mark.parametrize("how", ["light", "operators"])
 
 
+@pytest.mark.pairs
 @HOWS
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("kind", ["group", "instance"])

@@ -84,6 +84,7 @@ class Standardised(nn.Module):
         return x
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("last", [False, True])

@@ -15,6 +15,7 @@ def drawn(rng, shape, dtype):
     return values.real.astype(dtype) if np.dtype(dtype).kind != "c" else values.astype(dtype)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("ndim", [1, 2, 3])
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize(("of_x", "of_w"), [("complex64", "complex64"), ("complex64", "float32"), ("float32", "complex64"), ("complex128", "complex128"), ("complex64", "int8")])

@@ -183,6 +183,7 @@ def function(case: Case):
     return getattr(pc, f"conv{'_transpose' if case.transposed else ''}{case.ndim}d")
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
 @pytest.mark.parametrize("options", [{}, {"stride": 2, "padding": 1, "groups": 2}], ids=["", "options"])
 @pytest.mark.parametrize(("transposed", "ndim"), FUNCTIONS)

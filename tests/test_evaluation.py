@@ -171,6 +171,7 @@ def norms_of(place, dtype, count, missing=True, seed=0):
 PLACES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("count", [1, 7, 130])
@@ -209,6 +210,7 @@ def test_wrong_norms():
         fold_norms([*vectors[:9], vectors[0]], eps)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("last", [False, True], ids=["C order", "channels last"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
@@ -305,6 +307,7 @@ TYPES = [
 ]  # fmt: skip
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("last", [False, True], ids=["C order", "channels last"])
 @pytest.mark.parametrize(("dtype", "of_norm"), TYPES, ids=str)

@@ -226,6 +226,7 @@ def test_the_gradient_of_a_filter_of_one_channel_is_planned_for_the_other_array_
     assert planned == ["NCHW", "NHWC", "NCHW"]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("weight_last", [False, True])
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize(("transposed", "ndim"), FUNCTIONS, ids=NAMES.values())
@@ -420,6 +421,7 @@ class Recorder:
 HOME, SIDE = 3, 7
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("stream", [None, SIDE])
 @pytest.mark.parametrize("given_out", [False, True])
 @pytest.mark.parametrize(("transposed", "ndim"), FUNCTIONS, ids=NAMES.values())

@@ -758,6 +758,7 @@ def second_derivatives(model, x, *more):
     return torch.autograd.grad(sum(one.square().sum() for one in first if one is not None), given, allow_unused=True)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("summed", [False, True])
 @pytest.mark.parametrize("bias", [False, True])

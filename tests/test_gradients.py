@@ -69,10 +69,11 @@ PARAMETERS = [
 ]  # fmt: skip
 
 
-CALLS = [(of, ndim, options, ("numpy", "torch")[(i + j + ndim) % 2]) for i, of in enumerate(OF) for ndim in (1, 2, 3) for j, options in enumerate(PARAMETERS)]
-
-
-@pytest.mark.parametrize(("of", "ndim", "options", "kind"), CALLS, ids=str)
+@pytest.mark.pairs
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+@pytest.mark.parametrize("options", PARAMETERS, ids=str)
+@pytest.mark.parametrize("ndim", [1, 2, 3])
+@pytest.mark.parametrize("of", OF)
 def test_parameters_mean_what_they_mean_in_torch(device, of, ndim, options, kind):
     x, w, dy = arrays(integers, *shapes(ndim, groups=options.get("groups", 1)), **options)
     got = call(of, *((x, w, dy) if kind == "numpy" else map(tensor, (x, w, dy))), device, **options)

@@ -1768,6 +1768,7 @@ def test_ahead_is_a_positive_integer_and_no_out_is_taken(anywhere, ahead):
 BOUND = {"forward": SMALL, "transposed": dgrad((2, 4, 5, 6), (4, 3, 3, 2), stride=2), "without bias": fprop((3, 9), (4, 3, 2), bias=False)}
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("small", [True, False])
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
 @pytest.mark.parametrize("name", BOUND)

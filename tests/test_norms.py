@@ -46,6 +46,7 @@ def close(got, ref, dtype, scale=1.0):
     assert ((got.double() - ref.double()).abs() <= scale * size * (1 + ref.double().abs())).all()
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("last", [False, True], ids=["C order", "channels last"])
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)

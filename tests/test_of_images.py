@@ -63,6 +63,7 @@ def test_depthwise_filters_of_slices_have_the_kernels_of_images():
     assert isinstance(pc.engines.choose(problem, H200), depthwise_nhwc.CONFIGS)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("last", [False, True], ids=["NCHW", "NHWC"])
 @pytest.mark.parametrize("taps", [(1, 3, 2), (3, 1, 1)], ids=["1x3x2", "3x1x1"])
 @pytest.mark.parametrize("groups", [1, 4])

@@ -40,6 +40,7 @@ def tensors(function, sample):
     return [function(a.cpu().double()) if isinstance(a, torch.Tensor) else a for a in (sample.input, *sample.args)]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("where", WHERE)

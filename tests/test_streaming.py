@@ -55,6 +55,7 @@ class Drawn:
         return self.function(self.x, self.w, self.b, **self.options | {"padding": ((self.reach - self.stride, 0), *others), "padding_mode": modes})
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("depthwise", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("ndim", [1, 3])
