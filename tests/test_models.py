@@ -238,10 +238,6 @@ def test_a_step_is_of_its_mode(stand_in, mode, weights, inside):
 # ---- loss curves
 
 
-def test_the_distance_of_curves():
-    assert training_steps.distance([1.0, 2.0], [1.0, 2.0]) == 0 and training_steps.distance([1.0, 5.0], [1.0, 2.0]) == pytest.approx(math.sqrt(4.5))
-
-
 def test_inputs_are_perturbed_by_a_unit_of_rounding():
     x = torch.randint(1, 9, (2, 3, 8, 8)).float().contiguous(memory_format=torch.channels_last)
     assert training_steps.perturbed(torch, x, 0.5, 0) is x
@@ -398,10 +394,6 @@ def test_memory_formats_of_volumes_and_signals():
     volume, plane, signal = (layer.weight for layer in rivals.laid_out(torch, layers, "bf16-nhwc"))
     assert volume.is_contiguous(memory_format=torch.channels_last_3d) and plane.is_contiguous(memory_format=torch.channels_last)
     assert signal.is_contiguous()
-
-
-def test_other_names_are_not_drawn():
-    assert all(programs.program(name) is None for name in ("resnet50", "unet:", "unet:x", "unet:-1", "decoder", "timm:5"))
 
 
 class Drawn:

@@ -1,7 +1,6 @@
 """`pycuda-conv run` on zarr, OME-Zarr, TIFF and several files: results, what is refused, interrupts, faults, clusters."""
 
 import errno
-import json
 import os
 import resource
 import shutil
@@ -19,7 +18,6 @@ from conftest import ends_soon
 from reference import started
 
 import pycuda_conv as pc
-from pycuda_conv import cli
 from pycuda_conv.interrupt import INTERRUPTED
 from pycuda_conv.tools import run
 from pycuda_conv.tools.terminal import FAILED, OK, UNUSABLE
@@ -303,14 +301,6 @@ def test_several_files_go_into_a_folder(command):
     assert (status, err) == (OK, "") and out.count("is there already") == 2 and sorted(os.listdir("out")) == ["x0.zarr", "x1.zarr", "x2.zarr"]
 
 
-def test_progress_has_a_rate_and_the_time_left(command, monkeypatch):
-    monkeypatch.setenv("TERM", "xterm-256color")
-    save_zarr("x.zarr", draw(200, 210), (8, 8), "yx")
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    status, out, err = command("--filter", "blur", "x.zarr", "y.zarr")
-    assert status == OK and "x.zarr" in err and "/s" in err and "0:00:0" in err and "\x1b" not in out
-
-
 def test_chunks_of_work_are_multiples_of_stored_ones():
     def chosen(shape, chunks, axes, weight):
         stored = source.Source("x", "zarr", shape, np.dtype("f4"), chunks, axes)
@@ -412,20 +402,6 @@ def test_an_interrupted_run_leaves_nothing(command, monkeypatch, how, status, ou
     found, out, err = command("--filter", "blur", "x.zarr", output)
     assert (found, out, err.count("\n")) == (status, "", 1) and any(name.endswith(".part") for name in written[0])
     assert names() == ["x.zarr"] and (status == INTERRUPTED or f"{output} can't be written: No space left on device" in err)
-
-
-def test_what_is_still_being_written_is_removed_too(monkeypatch, tmp_path):
-    place, waited = tmp_path / "y.part", []
-
-    def sleep(seconds):
-        if len(waited) < 2:
-            place.mkdir()
-            (place / "0").write_bytes(b"late")
-        waited.append(seconds)
-
-    monkeypatch.setattr(target.time, "sleep", sleep)
-    target._remove_unfinished(str(place))
-    assert not place.exists() and len(waited) == 3
 
 
 SLOW = """
@@ -636,9 +612,3 @@ def test_ctrl_c_ends_the_work_of_a_cluster_and_leaves_nothing(on_opencl, cluster
     assert (process.returncode, out, err.partition(";")[0]) == (INTERRUPTED, "", "interrupted") and names() == ["w.npy", "x.zarr"]
     time.sleep(0.3)
     assert names() == ["w.npy", "x.zarr"]  # nobody goes on writing
-
-
-def test_the_page_s_options_are_parsed():
-    arguments = cli.parser().parse_args(["run", "--filter", "blur", "a.zarr", "s3://bucket/b.zarr", "out", "--axes", "TCZYX"])
-    assert arguments.input == [Path("a.zarr"), "s3://bucket/b.zarr"] and arguments.output == Path("out") and arguments.axes == "tczyx"
-    assert json.dumps(arguments.axes)
