@@ -47,7 +47,8 @@ def check_same_bits(case, dtype, place, most, **options):
     orders = {}
     for engine, config in _all_configs(problem, device):
         orders.setdefault((engine, engine.sum_order(problem.launched, config)), []).append(config)
-    chosen = {order: configs[:: -(len(configs) // most or 1)][:most] for order, configs in orders.items()}  # from the last, whose tiles are small
+    # from the last, whose tiles are small
+    chosen = {order: configs[:: -(len(configs) // most or 1)][:most] for order, configs in orders.items()}
     chosen = {order: configs for order, configs in chosen.items() if len(configs) > 1}
     schedules = [engines.schedule(problem, config, device) for configs in chosen.values() for config in configs]
     device.compile_all([launch for schedule in schedules for launch in background.launches(schedule)])
@@ -672,7 +673,8 @@ def test_what_is_likely_is_on_the_closed_list(case, dtype, empty):
     from pycuda_conv.tools.kernels import families
 
     known = families("sm_90a")
-    found = [launch for launch in background.likely(case.problem(dtype), (), empty) if "LAYER" not in launch.defines]  # those are a layer's own
+    # those are a layer's own
+    found = [launch for launch in background.likely(case.problem(dtype), (), empty) if "LAYER" not in launch.defines]
     assert all(any(launch in family for family in known) for launch in found)
 
 

@@ -313,7 +313,8 @@ def test_a_reverted_model_is_torch_s_again():
     with torch.no_grad():
         ours(x)
         assert pn.revert(ours) is ours
-        assert [type(m) for m in ours.modules()] == [type(m) for m in theirs.modules()] and all("precision" not in vars(m) for m in ours.modules())
+        assert [type(m) for m in ours.modules()] == [type(m) for m in theirs.modules()]
+        assert all("precision" not in vars(m) for m in ours.modules())
         torch.testing.assert_close(ours(x), theirs(x))
         torch.testing.assert_close(torch.jit.trace(ours, x)(x), theirs(x))
         torch.testing.assert_close(torch.jit.script(ours[:3])(x), theirs[:3](x))
@@ -346,7 +347,8 @@ def test_subclasses_of_convolutions():
     for theirs, shape in ((VideoConv(2, 3), (1, 2, 3, 4, 4)), (Weighted(2, 3, 2, 2), (1, 2, 3, 3)), (StandardConv(2, 3, 3), (1, 2, 5, 5))):
         theirs = ready(theirs)
         ours = pn.convert(copy.deepcopy(theirs))
-        assert isinstance(ours, type(theirs)) and repr(ours).replace(", by pycuda_conv", "") == repr(theirs) and isinstance(ours, pn.Conv3d) is isinstance(ours, VideoConv)
+        assert isinstance(ours, type(theirs)) and repr(ours).replace(", by pycuda_conv", "") == repr(theirs)
+        assert isinstance(ours, pn.Conv3d) is isinstance(ours, VideoConv)
         same(ours, theirs, numbers(*shape))
         if isinstance(ours, VideoConv):
             assert type(ours).get_downsample_stride(2) == (2, 2, 2)

@@ -790,7 +790,8 @@ def test_what_is_kept_for_the_backward_pass(place, relu, summed):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out = fused(x, *residual)
-    assert (out.untyped_storage().data_ptr() in kept) == (relu and summed) and not any(one.untyped_storage().data_ptr() in kept for one in residual)
+    assert (out.untyped_storage().data_ptr() in kept) == (relu and summed)
+    assert not any(one.untyped_storage().data_ptr() in kept for one in residual)
     assert sum(kept.values()) == x.numel() + (1 + (relu and summed)) * out.numel() + fused.conv.weight.numel() + 4 * 17
 
 

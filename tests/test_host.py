@@ -672,7 +672,8 @@ class Simulated(device_module.CudaDevice):
     contexts = Current()
 
     def __init__(self, ordinal):
-        self.ordinal, self.name, self.multiprocessors, self.capability = ordinal, f"cuda:{ordinal}", 132, (7, 0)  # without the tensor cores' engines
+        # without the tensor cores' engines
+        self.ordinal, self.name, self.multiprocessors, self.capability = ordinal, f"cuda:{ordinal}", 132, (7, 0)
         self.push, self.pop = lambda: self.contexts.stack.append(self), lambda: self.contexts.stack.pop()
         self._threads, self._idle_streams, self.blocks, self.memory = threading.local(), [], weakref.WeakSet(), {}
         self.broken, self.launched, self.fail = None, 0, None

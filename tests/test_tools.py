@@ -88,8 +88,10 @@ def test_the_summary_counts_each_row_where_it_belongs():
     dense, every = found["fp32"]["dense"], found["fp32"]["all"]
     assert (dense["rows"], every["rows"], found["fp32"]["rows"], found["fp32"]["wrong_rows"]) == (3, 5, 6, 1)
     assert dense["packed"] == {"geometric_mean": pytest.approx(1), "lowest": 0.25, "lowest_problem": "slow", "below_one": ["slow"], "of_floor": pytest.approx(0.25)}
-    assert dense["kept"]["geometric_mean"] == pytest.approx(2) and dense["kept"]["below_one"] == ["slow"] and dense["kept"]["of_floor"] == pytest.approx(0.5)
-    assert every["packed"]["geometric_mean"] == pytest.approx(9 ** (1 / 5)) and (dense["less_exact"], every["less_exact"]) == ([], ["grouped"])
+    assert dense["kept"]["geometric_mean"] == pytest.approx(2)
+    assert dense["kept"]["below_one"] == ["slow"] and dense["kept"]["of_floor"] == pytest.approx(0.5)
+    assert every["packed"]["geometric_mean"] == pytest.approx(9 ** (1 / 5))
+    assert (dense["less_exact"], every["less_exact"]) == ([], ["grouped"])
     assert found["bf16"]["all"] == found["bf16"]["dense"] and found["bf16"]["all"]["packed"]["below_one"] == ["other"]
     lines = report.summary_lines(found)
     assert lines[:4] == [
@@ -134,7 +136,8 @@ def test_operand_sets_and_checked_channels(problem):
     else:
         assert len(chosen) * problem.groups == oracle.CHECKED_CHANNELS
         bounds = [i * own // len(chosen) for i in range(len(chosen) + 1)]
-        assert all(first <= c < end for first, c, end in zip(bounds, chosen, bounds[1:], strict=False))  # one of each part, so that no tile is left out
+        # one of each part, so that no tile is left out
+        assert all(first <= c < end for first, c, end in zip(bounds, chosen, bounds[1:], strict=False))
         assert chosen != oracle.checked_channels(problem, 2)
     assert oracle.checked_channels(problem, 1) == chosen
 
@@ -142,7 +145,8 @@ def test_operand_sets_and_checked_channels(problem):
 def test_every_kind_of_layer_is_in_the_suite():
     problems = suite.suite()
     assert {kind: [suite.kind_of(p) for p in problems].count(kind) for kind in suite.KINDS} == {kind: len(list(make())) for kind, make in suite.KINDS.items()}
-    assert 140 < len(problems) < 160 and problems[:43] == suite.core() and min([suite.kind_of(p) for p in problems].count(kind) for kind in suite.KINDS) >= 4
+    assert 140 < len(problems) < 160 and problems[:43] == suite.core()
+    assert min([suite.kind_of(p) for p in problems].count(kind) for kind in suite.KINDS) >= 4
     assert {p.ndim for p in problems} == {1, 2, 3} and {p.direction for p in problems} == {"fprop", "dgrad"}
     for mode in suite.MODES:
         assert all(suite.kind_of(suite.in_mode(p, mode)) == suite.kind_of(p) for p in problems)
@@ -522,7 +526,8 @@ def test_info_tells_its_sections_as_json(command):
     assert sorted(facts) == ["contexts", "cuda_missing", "gpu_count", "gpus", "opencl", "uses", "versions"]
     assert sorted(facts["contexts"]) == ["pools", "primary_active", "pycuda_current"]
     assert facts["versions"]["numpy"] == np.__version__ and len(facts["gpus"]) == facts["gpu_count"]
-    assert {"backend", "device", "why", "environment", "cache", "kernels", "launcher", "copies"} == set(facts["uses"]) and Path(facts["uses"]["kernels"]).is_dir()
+    assert {"backend", "device", "why", "environment", "cache", "kernels", "launcher", "copies"} == set(facts["uses"])
+    assert Path(facts["uses"]["kernels"]).is_dir()
 
 
 @pytest.mark.gpu
@@ -544,7 +549,8 @@ def test_info_tells_contexts_and_pools(python_env):
     assert before == {"pycuda_current": None, "primary_active": [], "pools": []}
     assert after["primary_active"] == [] and after["pycuda_current"]["kind"] == "own" and after["pycuda_current"]["id"] > 0
     (pool,) = after["pools"]
-    assert {key: pool[key] for key in ("device", "kind", "id")} == after["pycuda_current"] and pool["blocks_in_use"] >= 1 and pool["bytes_held"] >= 0
+    assert {key: pool[key] for key in ("device", "kind", "id")} == after["pycuda_current"]
+    assert pool["blocks_in_use"] >= 1 and pool["bytes_held"] >= 0
 
 
 def test_verify_passes_and_says_so(command, device):
@@ -563,7 +569,8 @@ def test_verify_s_json_tells_every_comparison_and_a_seed_repeats_it(command, dev
     facts = found()
     assert (facts["device"], facts["seed"], facts["passed"]) == (device, 5, True)
     arrays = {(r["case"], r["array"]) for r in facts["results"]}
-    assert {("k1s1p0", "numpy"), ("bfloat16", "torch cpu")} <= arrays and (("bfloat16", "numpy") in arrays) == (importlib.util.find_spec("ml_dtypes") is not None)
+    assert {("k1s1p0", "numpy"), ("bfloat16", "torch cpu")} <= arrays
+    assert (("bfloat16", "numpy") in arrays) == (importlib.util.find_spec("ml_dtypes") is not None)
     assert all(r["passed"] and 0 < r["relative_error"] <= r["relative_limit"] and r["of_bound"] <= 1 for r in facts["results"])
     assert [r["max_error"] for r in found()["results"]] == [r["max_error"] for r in facts["results"]]
 
@@ -572,7 +579,8 @@ def test_a_case_s_data_fit_its_problem_and_do_not_depend_on_the_others():
     for case in verify.CASES.values():
         x, w, b = case.data(3)
         assert (x.shape, w.shape) == (case.problem.input_shape[-x.ndim :], case.problem.weight_shape) and (b is not None) == case.bias
-        assert all(np.array_equal(a, again) for a, again in zip((x, w), case.data(3), strict=False)) and not np.array_equal(x, case.data(4)[0])
+        assert all(np.array_equal(a, again) for a, again in zip((x, w), case.data(3), strict=False))
+        assert not np.array_equal(x, case.data(4)[0])
 
 
 @pytest.mark.parametrize("case", [case for case in verify.CASES.values() if case.problem.border is None], ids=lambda case: case.name)
@@ -639,7 +647,8 @@ def test_bench_writes_everything_it_was_asked_for(command, device, tmp_path):
     assert sorted(facts) == ["host_calls", "loop", "machine", "rows", "summary"] and facts["machine"]["seed"] == 1
     assert tuple(r["problem"] for r in facts["rows"]) == SMALLEST
     for r in facts["rows"]:
-        assert r["verdict"] == "ok" and r["ratio"] == pytest.approx(r["torch_us"] / r["ours_us"]) and 0 <= r["error"] < 1e-6 and r["of_bound"] <= 1
+        assert r["verdict"] == "ok" and r["ratio"] == pytest.approx(r["torch_us"] / r["ours_us"])
+        assert 0 <= r["error"] < 1e-6 and r["of_bound"] <= 1
         assert r["kept_ratio"] == pytest.approx(r["torch_us"] / r["kept_us"]) and r["mode"] == "fp32"
         if device == "opencl":
             assert {r[name] for name in ("floor_us", "floor_pack_us", "floor_compute_us", "floor_traffic_us", "of_floor")} == {None}
@@ -653,7 +662,8 @@ def test_bench_writes_everything_it_was_asked_for(command, device, tmp_path):
         assert "</svg>" in image[-12:] and "torch" in image and len(image) < 100_000  # words are text, not outlines
     assert all(f"\n| {problem} | " in results.read_text() for problem in SMALLEST)
     text = results.read_text()
-    assert text.startswith(f"above\n{BEGIN}\n") and text.endswith(f"{END}\nbelow\n") and f"--only '{ONLY_SMALLEST}' --device {device} --quick`" in text
+    assert text.startswith(f"above\n{BEGIN}\n") and text.endswith(f"{END}\nbelow\n")
+    assert f"--only '{ONLY_SMALLEST}' --device {device} --quick`" in text
 
 
 def test_bench_measures_each_mode_on_its_arrays(command, device, tmp_path, monkeypatch):
@@ -710,7 +720,8 @@ def test_the_truth_of_some_channels_is_that_of_the_whole(monkeypatch, problem, c
     if problem.layout == "NHWC":
         assert x.permute(problem.order).is_contiguous() and sets.out[0].permute(problem.order).is_contiguous() and not x.is_contiguous()
     result = torch_for(problem)(x.double(), w.double()).to(x.dtype)
-    torch.testing.assert_close(bench.rival(torch, problem, [x], [w])(0), result, rtol=0, atol=0.05)  # torch's float16 on the CPU is no better
+    # torch's float16 on the CPU is no better
+    torch.testing.assert_close(bench.rival(torch, problem, [x], [w])(0), result, rtol=0, atol=0.05)
     monkeypatch.setattr(oracle, "SLICE_BYTES", 1)  # image by image
     whole = oracle.Truth(torch, problem, x, w)
     assert whole.channels == problem.result_channels and whole.errors(result).correct
@@ -827,7 +838,8 @@ def test_lists_name_every_case_and_problem(command):
     status, out, err = command("bench", "--list")
     assert (status, err) == (OK, "") and [line[:60].rstrip() for line in out.splitlines()] == [bench.label(p) for p in suite.suite()]
     assert command("bench", "--list", "--only", "5x5 -> 8")[1].splitlines()[0].startswith(SMALLEST[1])
-    assert command("bench", "--list", "--device", "opencl")[1].count("\n") == 6 and command("bench", "--list", "--device", "cpu", "--only", ".")[1] == out
+    assert command("bench", "--list", "--device", "opencl")[1].count("\n") == 6
+    assert command("bench", "--list", "--device", "cpu", "--only", ".")[1] == out
     found = command("bench", "--list", "--kind", "large filters")[1].splitlines()
     assert [line[:60].rstrip() for line in found] == [bench.label(p) for p in suite.KINDS["large filters"]()]
 
