@@ -110,6 +110,7 @@ FORWARDS = {
 }  # fmt: skip
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("name", FORWARDS)
 def test_what_pads_joins(name, how):

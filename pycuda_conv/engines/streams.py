@@ -57,12 +57,10 @@ def _possible(problem: ConvProblem, device: Device) -> Iterator[tuple[float, Con
     """The configurations that serve, with the microseconds that they should take."""
     launched = problem.launched
     for engine in registry.ENGINES:
-        if launched.layout not in engine.LAYOUTS or engine.unsupported(device) is not None:
-            continue
-        chosen = engine.choose(launched, device)
-        for config in dict.fromkeys([*([chosen[1]] if chosen else []), *engine.configs(launched, device)]):
-            if serves(launched, config) and engine.refusal(launched, config) is None:
-                yield engine.time(launched, config, device) or 0.0, config
+        if launched.layout in engine.LAYOUTS and engine.unsupported(device) is None:
+            for config in registry.legal(engine, launched, device):
+                if serves(launched, config):
+                    yield engine.time(launched, config, device) or 0.0, config
 
 
 #: By layer and by what engines ask of a device: the order.

@@ -6,19 +6,18 @@ Other engines' tiles have 64 of these channels or more, and load the input once 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.costs import bytes_moved, costs
-from pycuda_conv.engines.geometry import Strides, arguments, ceil, read_strides, written_strides
+from pycuda_conv.engines.geometry import arguments, ceil, read_strides
 from pycuda_conv.engines.limits import AMPERE, NOT_EMPTY, TWO_AXES, Takes, Tiles, types
-from pycuda_conv.engines.mma.common import SHARED_BYTES
-from pycuda_conv.engines.schedule import GRID_LIMIT, OPERANDS, Schedule, finish, finish_constants
+from pycuda_conv.engines.schedule import GRID_LIMIT, OPERANDS, Schedule, finish_constants
 from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, products
+from pycuda_conv.engines.tensor_cores import ELEMENTS, SHARED_BYTES, is_multiplied, products
 from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
@@ -193,26 +192,17 @@ def schedule(problem: ConvProblem, config: FewChannels, device: Device, with_mom
 
 def _launch(problem: ConvProblem, config: FewChannels, device: Device, strides: tuple[int, int, int, int]) -> KernelLaunch:
     """The launch for a filter with these strides."""
-    (_, h, w), (_, p, q), (_, r, s) = problem.operand_size, problem.result_size, problem.filter_size
-    (_, stride_h, stride_w), (_, pad_h, pad_w), (_, dil_h, dil_w) = problem.stride, problem.padding_before, problem.dilation
     tile, down, across, last = _tile(problem, config), _axis(problem, 1), _axis(problem, 2), problem.layout == "NHWC"
     eights, gradient = config.BLOCK_N // 8, problem.direction == "dgrad"
     rows, sixteens = TILES[eights]
-    read: Strides = read_strides(problem)
-    written: Strides = written_strides(problem)
     _, w_k, w_c, w_tap = strides
     workers = _workers(problem, tile, device)
     args = arguments(
-        FewChannelsArguments, workers=workers, chunks=tile.chunks, chunk=tile.chunk, tiles=tile.tiles, tiles_h=tile.tiles_h,
-        tiles_w=tile.tiles_w, warps_w=config.WARPS_W, warps_h=tile.rows // rows, parts=config.PARTS,
-        part_steps=ceil(tile.steps, config.PARTS), tile_q=tile.tile_q, tile_rows=tile.rows, first_w=tile.first_w, tile_w=tile.tile_w,
-        gradient=int(gradient), k=problem.result_channels, c=problem.operand_channels, channel_steps=tile.steps, h=h, w=w, p=p, q=q,
-        taps_r=r, taps_s=s, stride_h=stride_h, stride_w=stride_w, pad_h=pad_h, pad_w=pad_w, dil_h=dil_h, dil_w=dil_w,
-        every_h=down.every, every_w=across.every, row_phases=tile.row_phases, rows_apart=down.apart, row_step=down.step,
-        column_step=-across.step if gradient else across.step, w_k=w_k, w_c=w_c, w_tap=w_tap,
-        x_image=read.image, x_row=w * read.pixel, x_pixel=read.pixel, x_channel=read.channel,
-        y_image=written.image, y_pixel=written.pixel, y_channel=written.channel, channels_last=int(last),
-        u_at=tile.u_at, table_at=tile.table_at, **finish(problem),
+        FewChannelsArguments, problem, tile, workers=workers, warps_w=config.WARPS_W, warps_h=tile.rows // rows, parts=config.PARTS,
+        part_steps=ceil(tile.steps, config.PARTS), tile_rows=tile.rows, gradient=int(gradient), channel_steps=tile.steps,
+        taps_r=problem.filter_size[1], taps_s=problem.filter_size[2], every_h=down.every, every_w=across.every, rows_apart=down.apart,
+        row_step=down.step, column_step=-across.step if gradient else across.step, w_k=w_k, w_c=w_c, w_tap=w_tap,
+        x_row=problem.operand_size[2] * read_strides(problem).pixel, channels_last=int(last),
     )  # fmt: skip
     defines = {
         "TYPE": ELEMENTS[problem.dtype], "PRODUCTS": products(problem), "COLUMN_TILES": eights, "ROWS": rows, "PIXEL_TILES": sixteens,
@@ -228,12 +218,7 @@ def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each tile, type and arithmetic."""
     common = {"TYPE": tuple(ELEMENTS.values()), "PRODUCTS": (1, 3), "WIDE_LOADS": FLAG}
     for eights, (rows, sixteens) in TILES.items():
-        yield VariantSet("few_channels", common | {"COLUMN_TILES": (eights,), "ROWS": (rows,), "PIXEL_TILES": (sixteens,)}, _is_listed)
-
-
-def _is_listed(d: Mapping[str, int]) -> bool:
-    """Whether a kernel with these defines is ever launched."""
-    return d["PRODUCTS"] == 1 or d["TYPE"] == FLOAT
+        yield VariantSet("few_channels", common | {"COLUMN_TILES": (eights,), "ROWS": (rows,), "PIXEL_TILES": (sixteens,)}, is_multiplied)
 
 
 # ---- the choice
