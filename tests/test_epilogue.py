@@ -35,7 +35,6 @@ from pycuda_conv import ConvArgumentError, ConvProblem, Plan, engines, tune
 from pycuda_conv.engines.direct.direct import Batched, Dgrad, Single, Tile
 from pycuda_conv.engines.direct.gemm import Gemm
 from pycuda_conv.engines.hopper import gemm as ig
-from pycuda_conv.engines.hopper.dense import DenseNhwc
 from pycuda_conv.engines.hopper.gemm import ImplicitGemm
 from pycuda_conv.engines.hopper.pointwise import Pointwise
 from pycuda_conv.engines.mma.gemm import ImplicitGemm80
@@ -460,11 +459,6 @@ GPU_RUNS = [  # (case, mode, config)
         dgrad((2, 64, 7, 9), (64, 72, 3, 3), stride=2, padding=1, output_padding=1), dgrad((2, 48, 9, 8), (48, 40, 3, 3), padding=1, groups=2),
         fprop((2, 160, 9, 8), (96, 80, 3, 3), groups=2), fprop((2, 64, 5, 6, 7), (48, 64, 3, 3, 3), padding=1), fprop((4, 96, 50), (80, 96, 5), padding=2, stride=2),
         fprop((2, 3, 40, 39), (64, 3, 7, 7), stride=2, padding=3))),
-    *((case, mode, config) for case in (POINT, dgrad((3, 64, 10, 12), (64, 136, 1, 1))) for mode, config in (
-        ("fp32", Pointwise()), ("tf32", Pointwise(128)), ("fp32 last", Pointwise(128, 1)), ("tf32 last", Pointwise(96, 2)), ("tf32 last", Pointwise(32, 1)))),
-    (fprop((3, 64, 10, 12), (135, 64, 1, 1)), "fp32 last", Pointwise(64, 2)),
-    *((case, mode, config) for case in (WIDER, dgrad((2, 64, 7, 9), (64, 72, 3, 3), stride=2, padding=1, output_padding=1), fprop((2, 40, 9, 11), (33, 40, 3, 3), padding=1))
-      for mode in ("tf32 last", "fp16 last", "bf16 last") for config in (DenseNhwc(128, 128, 4), DenseNhwc(64, 64, 4, 4))),
     *((case, mode, ImplicitGemm80(rows, pixels, 3, split)) for mode in ("fp32", "fp32 last", "tf32", "fp16", "bf16 last") for case in (
         WIDER, dgrad((2, 64, 7, 9), (64, 72, 3, 3), stride=2, padding=1, output_padding=1)) for rows, pixels, split in ((128, 128, 1), (64, 64, 2))),
 ]  # fmt: skip
@@ -472,25 +466,11 @@ GPU_RUNS = [run for run in GPU_RUNS if run[1] in MODES]
 RANGES = [run for run in GPU_RUNS if dtype_of(run[1]) == "float32" and not run[0].transposed][::2]
 
 
-def test_what_runs_on_the_gpu_is_legal():
-    for case, mode, config in GPU_RUNS:
-        for parts in PARTS:
-            assert engines.refusal(finishing(asked(case, mode), parts), config, H200) is None, f"{case} {mode} {config} {parts}"
-
-
 def launched(plan: Plan, *given) -> np.ndarray:
     arrays = Arrays(torch, plan, *given)
     found = arrays.launch()
     assert found.tobytes() == arrays.launch(kept=True).tobytes()
     return found
-
-
-@pytest.mark.gpu
-@pytest.mark.turns
-@pytest.mark.parametrize("parts", ["all", "residual", "scale and relu"])
-@pytest.mark.parametrize(("case", "mode", "config"), GPU_RUNS, ids=ids_of(GPU_RUNS))
-def test_tensor_core_kernels(torch, case, mode, config, parts):
-    check(Plan(finishing(asked(case, mode), parts), "cuda", config=config), case, parts, launched)
 
 
 @pytest.mark.gpu
@@ -589,5 +569,3 @@ def test_other_arrays_on_a_gpu(kind):
     assert pc.conv2d(x, w, b, padding=1, scale=s, residual=r, activation="relu", out=r, device="cuda") is r
     wait()
     assert np.array_equal(read(r), ref)
-
-
