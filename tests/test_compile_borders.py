@@ -1,16 +1,14 @@
-"""Borders other than zeros in graphs of torch.compile: a step that pads joins the convolution behind it, and what follows is fused as with zeros."""
+"""Borders other than zeros in graphs of torch.compile: a padding joins the convolution behind it, and what follows is fused as with zeros."""
 
 import pytest
-from reference import by_turns
+import torch
+from test_compile import FOUND, GRAPHS, HOWS, afresh, alike, compiled, images  # noqa: F401
+from torch import nn
+from torch.nn import functional as F
 
-torch = pytest.importorskip("torch")
-from test_compile import FOUND, GRAPHS, HOWS, afresh, alike, compiled, images  # noqa: E402, F401
-from torch import nn  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
-
-import pycuda_conv.nn as pn  # noqa: E402
-from pycuda_conv.nn.evaluation import evaluate, spec_of  # noqa: E402
-from pycuda_conv.nn.options import _Options  # noqa: E402
+import pycuda_conv.nn as pn
+from pycuda_conv.nn.evaluation import evaluate, spec_of
+from pycuda_conv.nn.options import _Options
 
 
 def block(ndim=2, mode="reflect", padding=1):
@@ -112,7 +110,9 @@ FORWARDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "how"), by_turns(FORWARDS, HOWS))
+@pytest.mark.turns
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("name", FORWARDS)
 def test_what_pads_joins(name, how):
     call, length, evaluated, trained = FORWARDS[name]
     (steps,) = alike(lambda: Of(call, block()), how, False, False)
