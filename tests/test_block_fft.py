@@ -70,7 +70,9 @@ def test_pairs_in_several_rows_of_launches(device, monkeypatch):
 # ---- every element is right
 
 
-@pytest.mark.parametrize(("case", "kind"), [*by_turns((LARGE, SECOND, BACK, LINE), DISTRIBUTIONS, rounds=2), (VOLUME, "sky"), (VOLUME, "one large")], ids=str)
+@pytest.mark.parametrize(
+    ("case", "kind"), [*by_turns((LARGE, SECOND, BACK, LINE), DISTRIBUTIONS, rounds=2), (VOLUME, "sky"), (VOLUME, "one large")], ids=str
+)
 def test_elements_are_right_for_all_kinds_of_numbers(device, case, kind):
     x, w, b = case.drawn(kind)
     ref, magnitude = case.reference(x, w, b), case.reference(abs(x), abs(w), b)
@@ -189,14 +191,18 @@ def test_a_gpu_s_launches_with_a_packed_filter(case):
     longest = max(CASES[case])
 
     def with_room(steps):
-        return [[replace(one, shared=0, defines=one.defines | ({"ROOM": max(blocks.ROOM, 8 * longest)} if one.shared else {})) for one in step] for step in steps]
+        return [[
+            replace(one, shared=0, defines=one.defines | ({"ROOM": max(blocks.ROOM, 8 * longest)} if one.shared else {})) for one in step
+        ] for step in steps]
 
     x, w, b = case.normals("float32")
     y = np.full(problem.result_shape, np.nan, "f")
     workspace, packed = (np.full(n // 4, np.nan, "f") for n in (schedule.workspace_bytes, schedule.filter_bytes))
     nothing = np.zeros(1, "f")
     with on:
-        on.update_host_arrays(on.schedule_launcher(with_room(schedule.prepare)), (nothing, w, None), (nothing, nothing, packed, nothing, nothing), 0)
+        on.update_host_arrays(
+            on.schedule_launcher(with_room(schedule.prepare)), (nothing, w, None), (nothing, nothing, packed, nothing, nothing), 0
+        )
         kept = packed.copy()
         on.update_host_arrays(on.schedule_launcher(with_room(schedule.steps)), (x, w, b), (y, workspace, packed, nothing, nothing), 0)
     assert np.array_equal(kept, packed, equal_nan=True)

@@ -331,7 +331,9 @@ def test_choices_are_legal_and_their_texts_listed(of, architecture):
         met += 1
         assert all(engines.refusal(problem, config, device) is None for config in found), problem
         times = {config: engine.time(problem, config, device) for config in found}
-        assert all(0 < us < 1e6 for us in times.values()) and chosen[0] == times[chosen[1]] <= of.layers.slack * min(times.values()), problem
+        assert all(
+            0 < us < 1e6 for us in times.values()
+        ) and chosen[0] == times[chosen[1]] <= of.layers.slack * min(times.values()), problem
         for config in {chosen[1], *r.sample(found, min(3, len(found)))}:
             program = engine.schedule(problem, config, device)
             launches = [launch for steps in (program.whole, program.filter_last or ()) for step in steps for launch in step]

@@ -106,7 +106,9 @@ def test_integers_are_exact_once_they_are_rounded(device, case):
 
 
 #: Every case in float32; of groups of one channel and of several, one in each other type.
-TYPED = [(case, dtype) for i, case in enumerate(CASES) for dtype in DTYPES if dtype == "float32" or i in (0, 1) or (i, dtype) == (7, "float64")]
+TYPED = [
+    (case, dtype) for i, case in enumerate(CASES) for dtype in DTYPES if dtype == "float32" or i in (0, 1) or (i, dtype) == (7, "float64")
+]
 
 
 @pytest.mark.parametrize(("case", "dtype"), TYPED, ids=str)
@@ -136,7 +138,9 @@ def test_normal_numbers_are_transformed(case):
     assert not flags(case, x, config_of(case)).any()
 
 
-@pytest.mark.parametrize(("case", "parts"), [*((CASES[0], parts) for parts in epilogue.PARTS), (CASES[1], "all"), (CASES[1], "residual")], ids=str)
+@pytest.mark.parametrize(
+    ("case", "parts"), [*((CASES[0], parts) for parts in epilogue.PARTS), (CASES[1], "all"), (CASES[1], "residual")], ids=str
+)
 def test_epilogue(device, case, parts):
     """In results of transforms, and in those of plain sums."""
     config = config_of(case)
@@ -206,7 +210,9 @@ def test_the_documented_bound_is_held_on_a_line(device, tile):
     found = flags(LARGE_LINE, x, config)
     assert found[0, 0].any() and found[1, 1].any() and not found[0, 1].any() and not found[1, 0].any()
     ref = LARGE_LINE.reference(x, w, b)
-    assert_close(run(Plan(LARGE_LINE.problem(algorithm="fft"), device, config=config), x, w, b), ref, bound(LARGE_LINE, x, w, b, ref, config))
+    assert_close(
+        run(Plan(LARGE_LINE.problem(algorithm="fft"), device, config=config), x, w, b), ref, bound(LARGE_LINE, x, w, b, ref, config)
+    )
 
 
 def test_a_transform_alone_would_not_hold_it(device, monkeypatch):
@@ -223,7 +229,9 @@ def test_a_transform_alone_would_not_hold_it(device, monkeypatch):
     assert (np.abs(run(good, x, w, b) - ref) <= allowed).all() and not (np.abs(run(bad, x, w, b) - ref) <= allowed).all()
 
 
-@pytest.mark.parametrize(("case", "value"), [(LARGE, np.inf), (CASES[1], -np.inf), (CASES[4], np.nan), (CASES[4], np.inf), (LARGE_LINE, np.nan)], ids=str)
+@pytest.mark.parametrize(
+    ("case", "value"), [(LARGE, np.inf), (CASES[1], -np.inf), (CASES[4], np.nan), (CASES[4], np.inf), (LARGE_LINE, np.nan)], ids=str
+)
 def test_inf_and_nan_spoil_what_they_reach_and_nothing_else(device, case, value):
     config = Fft(64, 64)
     x, w, b = (None if a is None else a.copy() for a in normals(case))
@@ -237,7 +245,9 @@ def test_inf_and_nan_spoil_what_they_reach_and_nothing_else(device, case, value)
     assert (np.abs(got - clean)[~lost] <= bound(case, x, w, b, clean, config)[~lost]).all()
 
 
-@pytest.mark.parametrize(("case", "value"), [(PLAIN, np.nan), (PLAIN, 1e30), *((CASES[1], value) for value in (np.inf, np.nan, 1e30, 1e-30))], ids=str)
+@pytest.mark.parametrize(
+    ("case", "value"), [(PLAIN, np.nan), (PLAIN, 1e30), *((CASES[1], value) for value in (np.inf, np.nan, 1e30, 1e-30))], ids=str
+)
 def test_a_filter_that_does_not_fit_spoils_no_other(device, case, value):
     x, w, b = (None if a is None else a.copy() for a in normals(case))
     config = Fft(64, 64)

@@ -151,7 +151,9 @@ def test_random_problems(device, data, of, ndim):
 
     options = {"stride": each(1, 3), "padding": each(0, 3), "dilation": each(1, 3), "groups": groups}
     filter_size = each(1, 3)
-    size = tuple(max(n, d * (f - 1) + 1 - 2 * p) for n, d, f, p in zip(each(1, 9), options["dilation"], filter_size, options["padding"], strict=True))
+    size = tuple(
+        max(n, d * (f - 1) + 1 - 2 * p) for n, d, f, p in zip(each(1, 9), options["dilation"], filter_size, options["padding"], strict=True)
+    )
     x, w, dy = arrays(integers, (draw(st.integers(1, 4)), c, *size), (k, c // groups, *filter_size), "float32", **options)
     assert_exact(call(of, x, w, dy, device, **options), gradient(of, x, w, dy, **options))
 
@@ -174,7 +176,10 @@ def test_sums_in_parts(device, config, groups):
 @pytest.mark.parametrize("stride", [1, 2])
 def test_long_sums_of_few_channels_are_cut(device, stride):
     """One chain of so many products would be off by more than twice as much."""
-    dy, w = (rng.standard_normal(shape).astype("f") for rng, shape in ((np.random.default_rng(1), (1, 2048, 6, 6)), (np.random.default_rng(2), (2048, 1, 3, 3))))
+    dy, w = (
+        rng.standard_normal(shape).astype("f") for rng,
+        shape in ((np.random.default_rng(1), (1, 2048, 6, 6)), (np.random.default_rng(2), (2048, 1, 3, 3)))
+    )
     problem = ConvProblem.transposed(2, dy.shape, w.shape, stride=stride)
     got = run(Plan(problem, device, config=Dgrad(128, 16, 1)), dy, w)
     ref = torch.nn.functional.conv_transpose2d(*(torch.from_numpy(a).double() for a in (dy, w)), stride=stride).numpy()
@@ -184,7 +189,9 @@ def test_long_sums_of_few_channels_are_cut(device, stride):
 def off(config, device, problem, *operands) -> float:
     """How far a result is from float64, of its norm."""
     got = run(Plan(problem, device, config=config), *operands)
-    ref = {"fprop": torch.nn.functional.conv2d, "dgrad": torch.nn.functional.conv_transpose2d}[problem.direction](*(torch.from_numpy(a).double() for a in operands)).numpy()
+    ref = {
+        "fprop": torch.nn.functional.conv2d, "dgrad": torch.nn.functional.conv_transpose2d
+    }[problem.direction](*(torch.from_numpy(a).double() for a in operands)).numpy()
     return np.linalg.norm(got - ref) / np.linalg.norm(ref)
 
 

@@ -226,7 +226,9 @@ def test_a_captured_graph_on_a_gpu():
 def test_words():
     x, w = np.ones((1, 1, 9, 9), "f"), np.ones((1, 1, 3, 3), "f")
     for wrong in ("FFT", "auto", ""):
-        with pytest.raises(ConvArgumentError, match=r"algorithm must be None or one of \('direct', 'fft', 'batch_invariant'\), but got algorithm="):
+        with pytest.raises(
+            ConvArgumentError, match=r"algorithm must be None or one of \('direct', 'fft', 'batch_invariant'\), but got algorithm="
+        ):
             pc.conv2d(x, w, algorithm=wrong)
         with pytest.raises(ConvArgumentError, match="algorithm must be"):
             ConvProblem.forward(2, x.shape, w.shape, algorithm=wrong)
@@ -330,7 +332,10 @@ def test_lengths_have_small_factors_and_hold_the_filter():
 
 
 @on_the_host
-@pytest.mark.parametrize(("problem", "message"), [(ConvProblem.forward(2, (0, 1, 90, 90), (1, 1, 9, 9)), "nothing to compute"), (ConvProblem.forward(2, (1, 2048, 512, 512), (2048, 2048, 31, 31)), "at most")])
+@pytest.mark.parametrize(("problem", "message"), [
+    (ConvProblem.forward(2, (0, 1, 90, 90), (1, 1, 9, 9)), "nothing to compute"),
+    (ConvProblem.forward(2, (1, 2048, 512, 512), (2048, 2048, 31, 31)), "at most")
+])
 def test_refusals(problem, message):
     assert message in engines.refusal(problem, CONFIG, get_device("opencl"))
     assert not isinstance(engines.choose(problem, get_device("opencl")), LibraryFft)
@@ -351,6 +356,9 @@ def test_a_gpu_s_library_keeps_float64(monkeypatch):
     gpu = Target("sm_90a")
     monkeypatch.setattr(type(gpu), "transforms", "cupy", raising=False)
     for dtype, single in (("float64", False), ("float32", True), ("float16", True)):
-        for made in (ConvProblem.forward(2, (1, 1, 200, 200), (1, 1, 90, 90)), ConvProblem.gradient("weight", 2, (1, 1, 99, 99), (1, 1, 9, 9), (1, 1, 91, 91))):
+        for made in (
+            ConvProblem.forward(2, (1, 1, 200, 200), (1, 1, 90, 90)),
+            ConvProblem.gradient("weight", 2, (1, 1, 99, 99), (1, 1, 9, 9), (1, 1, 91, 91))
+        ):
             schedule = engines.schedule(replace(made, dtype=dtype, algorithm="fft"), LibraryFft(), gpu)
             assert schedule.steps[0][0].transforms[0].single is single, (dtype, made)
