@@ -11,12 +11,12 @@ from typing import Any, ClassVar, Protocol, TypeVar
 from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.schedule import Schedule
 from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.variants import FLAG, VariantSet
+from pycuda_conv.engines.variants import FLAG, VariantSet, fixed
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
 #: What every engine needs stands here too.
-__all__ = ["FLAG", "Config", "ConvProblem", "Device", "KernelLaunch", "Schedule", "VariantSet", "costs", "kernel_struct"]
+__all__ = ["FLAG", "Config", "ConvProblem", "Device", "KernelLaunch", "Schedule", "VariantSet", "costs", "fixed", "kernel_struct"]
 
 C = TypeVar("C", bound="Config")
 

@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
-from pycuda_conv.engines.base import FLAG, Config, ConvProblem, Device, KernelLaunch, VariantSet, fastest, kernel_struct
+from pycuda_conv.engines.base import FLAG, Config, ConvProblem, Device, KernelLaunch, VariantSet, fastest, fixed, kernel_struct
 from pycuda_conv.engines.costs import MULTIPROCESSORS, costs
 from pycuda_conv.engines.geometry import (
     Phase,
@@ -364,7 +364,7 @@ def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each tile and each way to read operands, and one that packs filters."""
     for size, tile in dict.fromkeys([*TILES.items(), *CUT.items()]):
         of_tile = _defines(Dmma(*size), tile, _Form(False, 1, 0, 1), device)
-        choices = {name: (value,) for name, value in of_tile.items()} | {
+        choices = fixed(of_tile) | {
             "A_IN_ROWS_OF_K": FLAG, "A_VEC": (1, 2), "B_IN_ROWS_OF_K": FLAG, "B_VEC": (1, 2), "ONE_TAP": FLAG,
         }  # fmt: skip
         yield VariantSet("dmma", choices, _is_listed)

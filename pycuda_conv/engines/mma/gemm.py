@@ -14,7 +14,7 @@ from typing import ClassVar
 from pycuda_conv.engines import packing
 from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing, filter_sizes, packed_key, packed_layout, row_blocks
 from pycuda_conv.engines.addressing import why_not as why_not_packed
-from pycuda_conv.engines.base import Config, ConvProblem, VariantSet, costs, kernel_struct
+from pycuda_conv.engines.base import Config, ConvProblem, VariantSet, costs, fixed, kernel_struct
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, finish
 from pycuda_conv.engines.hopper.ring import Ring
 from pycuda_conv.engines.limits import AMPERE, Takes, Tiles
@@ -175,7 +175,7 @@ def variants(device: Device) -> Iterator[VariantSet]:
         if pixels == 256 and (rows == 64 or count == 3):
             continue
         stages = _ring(ImplicitGemm80(rows, pixels), 2 if count == 3 else 1).deepest(DEPTHS)
-        tile = {"BLOCK_M": (rows,), "BLOCK_N": (pixels,), "STAGES": (stages,)}
+        tile = fixed(ImplicitGemm80(rows, pixels, stages), "SPLIT")
         yield from (VariantSet("mma_gemm", one | tile, _is_listed) for one in ARITHMETICS if one["PRODUCTS"] == (count,))
 
 
