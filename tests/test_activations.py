@@ -162,6 +162,7 @@ def test_a_layer_s_activation_is_computed_in_its_place(activation):
 
 
 @pytest.mark.gpu
+@pytest.mark.turns
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=NAMES)
 @pytest.mark.parametrize(("case", "mode", "config"), GPU_RUNS[::3], ids=ids_of(GPU_RUNS[::3]))
 def test_tensor_core_kernels(torch, case, mode, config, activation):

@@ -229,6 +229,7 @@ ZOO = {
 }
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("name", ZOO)
 def test_networks(name, how, where):
@@ -507,6 +508,7 @@ def test_what_ends_a_chain(name, how):
             alike(lambda: Of(call, change), how, False, "input")
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("name, steps", [("residual spent", 4), ("residual spent after a view", 4), ("residual gets the sum", 2), ("residual of the caller", 2), ("residual returned", 2)])
 def test_sums_in_place(name, steps, how):

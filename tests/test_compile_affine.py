@@ -96,6 +96,7 @@ FORWARDS = {
 }  # fmt: skip
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("name", FORWARDS)
 def test_factors_and_summands(name, how, where):  # noqa: F811

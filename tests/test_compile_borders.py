@@ -36,6 +36,7 @@ class Of(nn.Module):
         return self.call(self.layer, x)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("kind", ["torch's", "converted"])
 @pytest.mark.parametrize("mode", ["reflect", "circular", "replicate"])
@@ -110,6 +111,7 @@ FORWARDS = {
 }  # fmt: skip
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("name", FORWARDS)
 def test_what_pads_joins(name, how):

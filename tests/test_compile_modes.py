@@ -38,6 +38,7 @@ class Block(nn.Module):  # torch compiles nothing of a bare nn.Sequential
         return F.relu(self.norm(self.conv(x)))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("way", ["pn.compile", "module.compile", "torch.compile"])
 @pytest.mark.parametrize(

@@ -60,6 +60,7 @@ class ByHand(nn.Module):
 HOWS = pytest.mark.parametrize("how", ["light", "operators"])
 
 
+@pytest.mark.pairs
 @HOWS
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("kind", ["group", "instance"])
@@ -127,6 +128,7 @@ class OfPixels(nn.Module):
         return self.conv(y + y.mean() if self.kind == "read" else F.silu(y))
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("axes", [2, 3])
 @pytest.mark.parametrize("kind, last, taken", [
     ("", True, True), ("turned", True, True), ("read", True, True), ("", False, False), ("axis", True, False), ("factor", True, False),

@@ -497,6 +497,7 @@ def launched(plan: Plan, *given) -> np.ndarray:
 
 
 @pytest.mark.gpu
+@pytest.mark.turns
 @pytest.mark.parametrize("parts", ["all", "residual", "scale and relu"])
 @pytest.mark.parametrize(("case", "mode", "config"), GPU_RUNS, ids=ids_of(GPU_RUNS))
 def test_tensor_core_kernels(torch, case, mode, config, parts):

@@ -153,10 +153,10 @@ def test_a_forward_pass_by_one_launch(kernels, number):
         found = [kernels.poisoned(channels) for _ in range(2)] + [kernels.of_channel(seed) for seed in (5, 6)] + [np.array([3])]
         out, options = np.full(y.shape, np.nan, y.dtype), (1e-3, 0.25)
         if whole:
-            kernels.run(batch_norm.whole_forward, (y, None, *affine, residual), (*found, out), *options, activation, residual is not None)
+            kernels.run(batch_norm.whole_forward, (y, None, *affine, residual), (*found, out, None), *options, activation, residual is not None)
         else:
             kernels.run(batch_norm.statistics, (y, None), found, *options)
-            kernels.run(batch_norm.forward, (y, *found[:2], *affine, residual), (out,), activation, residual is not None)
+            kernels.run(batch_norm.forward, (y, *found[:2], *affine, residual), (out, None), activation, residual is not None)
         made.append((*found, out))
     assert made[0][4] == 4
     assert all(map(np.array_equal, *made))
@@ -231,7 +231,7 @@ def test_activations_beyond_relu(kernels, turn):
     assert before.min() < -3 and before.max() > 6
     act, slope = ACTIVATED[activation]
     out = np.full(y.shape, np.nan, y.dtype)
-    kernels.run(batch_norm.forward, (y, mean, invstd, gamma, beta, None), (out,), activation)
+    kernels.run(batch_norm.forward, (y, mean, invstd, gamma, beta, None), (out, None), activation)
     near(out, act(before), 2 * EPS[kernels.pixels.dtype])
     for bend in BENDS.get(activation, (0,)):
         dout[np.abs(before - bend) < 1e-4] = 0
@@ -262,6 +262,11 @@ def test_activations_of_huge_values_have_finite_gradients(device, activation):
     near(dy, v.grad, 1e-5)
 
 
+def mask_of(out, pixels):
+    """Where a layer's result is above 0: of each item's numbers a bit."""
+    return np.packbits((out > 0).reshape(-1, pixels.item), axis=1, bitorder="little").ravel()
+
+
 @pytest.mark.pairs
 @pytest.mark.parametrize("summed", [False, True], ids=["alone", "with a residual"])
 @pytest.mark.parametrize("affine", [True, False])
@@ -270,12 +275,13 @@ def test_forward(kernels, relu, affine, summed):
     y, mean, invstd = kernels.normals(mean=3), kernels.of_channel(1), kernels.of_channel(2)
     gamma, beta = (-kernels.of_channel(3), kernels.of_channel(4)) if affine else (None, None)
     residual = kernels.normals(5) if summed else None
-    out = np.full(y.shape, np.nan, y.dtype)
-    kernels.run(batch_norm.forward, (y, mean, invstd, gamma, beta, residual), (out,), "relu" if relu else None, summed)
+    out, mask = np.full(y.shape, np.nan, y.dtype), np.full(kernels.pixels.items, 255, np.uint8) if relu and summed else None
+    kernels.run(batch_norm.forward, (y, mean, invstd, gamma, beta, residual), (out, mask), "relu" if relu else None, summed)
     expected = (y.astype(np.float64) - kernels.wide(mean)) * kernels.wide(invstd)
     expected = expected * kernels.wide(gamma) + kernels.wide(beta) if affine else expected
     expected = expected + residual.astype(np.float64) if summed else expected
     near(out, np.maximum(expected, 0) if relu else expected, 2 * EPS[kernels.pixels.dtype])
+    assert mask is None or np.array_equal(mask, mask_of(out, kernels.pixels))
 
 
 #: Every pair of values.
@@ -289,10 +295,10 @@ def test_backward(kernels, relu, summed, of_batch, affine):
     gamma, beta = (-kernels.of_channel(3), kernels.of_channel(4)) if affine else (None, None)
     xhat = (y.astype(np.float64) - kernels.wide(mean)) * kernels.wide(invstd)
     before = xhat * kernels.wide(gamma) + kernels.wide(beta) if affine else xhat
-    out = masked = None
-    if relu and summed:  # a layer's result, of which the kernels read the mask alone
+    mask = masked = None
+    if relu and summed:
         before = kernels.normals(6).astype(np.float64)
-        out, masked = np.maximum(before, 0).astype(y.dtype), np.full(y.shape, np.nan, y.dtype)
+        mask, masked = mask_of(before, kernels.pixels), np.full(y.shape, np.nan, y.dtype)
     dout[np.abs(before) < 1e-4] = 0  # on which side of 0 these are may be a matter of rounding
     g = dout.astype(np.float64) * (before > 0) if relu else dout.astype(np.float64)
     dbeta, dgamma = g.sum(kernels.axes), (g * xhat).sum(kernels.axes)
@@ -300,7 +306,7 @@ def test_backward(kernels, relu, summed, of_batch, affine):
     less = (kernels.wide(dbeta) + xhat * kernels.wide(dgamma)) / m if of_batch else 0
     expected = kernels.wide(invstd) * (kernels.wide(gamma) if affine else 1) * (g - less)
     dy, sums = np.full(y.shape, np.nan, y.dtype), kernels.poisoned(2, kernels.pixels.K)
-    kernels.run(batch_norm.backward, (y, dout, mean, invstd, gamma, beta, out), (dy, sums, masked), "relu" if relu else None, of_batch, summed)
+    kernels.run(batch_norm.backward, (y, dout, mean, invstd, gamma, beta, mask), (dy, sums, masked), "relu" if relu else None, of_batch, summed)
     near(sums[0], dbeta, 16 * SUM_EPS[kernels.pixels.dtype], scale=np.abs(g).sum(kernels.axes))
     near(sums[1], dgamma, 16 * SUM_EPS[kernels.pixels.dtype], scale=np.abs(g * xhat).sum(kernels.axes))
     near(dy, expected, 4 * EPS[kernels.pixels.dtype])
@@ -314,7 +320,7 @@ def test_nan_and_infinity_stay_what_they_are(device):
     y[0, 2, 3], y[1, 4, 5] = np.nan, np.inf
     one, none = np.ones(17, "f"), np.zeros(17, "f")
     out = np.empty_like(y)
-    kernels.run(batch_norm.forward, (y, none, one, None, None, None), (out,), "relu")
+    kernels.run(batch_norm.forward, (y, none, one, None, None, None), (out, None), "relu")
     assert np.isnan(out[0, 2, 3]) and np.isposinf(out[1, 4, 5]) and np.isnan(out).sum() == 1 == np.isinf(out).sum()
     mean, invstd = kernels.poisoned(17), kernels.poisoned(17)
     kernels.run(batch_norm.statistics, (y, None), (mean, invstd, None, None, None), 1e-5, 0.1)
@@ -360,7 +366,7 @@ def test_64_bit_offsets(device, shape, monkeypatch):
     kernels.run(batch_norm.statistics, (y, None), (mean, invstd, None, None, None), 1e-5, 0.1)
     near(mean, y.astype(np.float64).mean(kernels.axes), 16 * EPS["float32"])
     out, dy, sums = np.empty_like(y), np.empty_like(y), kernels.poisoned(2, k)
-    kernels.run(batch_norm.forward, (y, mean, invstd, None, None, None), (out,), None)
+    kernels.run(batch_norm.forward, (y, mean, invstd, None, None, None), (out, None), None)
     near(out, (y - kernels.wide(mean)) * kernels.wide(invstd), 4 * EPS["float32"])
     kernels.run(batch_norm.backward, (y, y, mean, invstd, None, None, None), (dy, sums, None), None, False)
     near(dy, y * kernels.wide(invstd), 4 * EPS["float32"])
@@ -868,15 +874,18 @@ def test_several_gradients_are_asked_for_at_once(place):
         near(got, ref, TOLERANCE["float64"])
 
 
-def test_a_result_that_is_overwritten_is_noticed(place):
-    """The mask is read off it."""
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_a_result_may_be_written_over(place, with_residual):
+    """The activation's derivative is computed again; with a residual its mask has been kept."""
     fused, _ = LAYERS["general"].pair("float32", place)
-    x = LAYERS["general"].input("float32", place)
-    out = fused(x, residual_for(fused(x).detach()))
-    out += 1
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        out.sum().backward()
-    fused(x).add_(1).sum().backward()  # of which it is computed again
+    x, found = LAYERS["general"].input("float32", place), []
+    residual = residual_for(fused(x).detach()).detach().requires_grad_() if with_residual else None
+    for written in (False, True):
+        out = fused(x, residual)
+        dout = torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape)
+        out = out.mul_(3) if written else out * 3
+        found.append(torch.autograd.grad(out, [x, *([residual] if with_residual else ())], dout))
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("relu", [True, False])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -18,6 +18,11 @@ from pycuda_conv.problem import ConvProblem, Size3
 def ceil(a: int, b: int) -> int:
     """a / b, rounded up."""
     return -(-a // b)
+
+
+def even_parts(count: int, wanted: Iterable[int]) -> list[int]:
+    """How many parts of the same length `count` things may be cut into: about each of the `wanted` numbers, and none twice."""
+    return sorted({ceil(count, ceil(count, min(parts, count))) for parts in wanted})
 
 
 def divider(d: int) -> int:

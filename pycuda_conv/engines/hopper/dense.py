@@ -19,9 +19,11 @@ from pycuda_conv.engines.addressing import MOST_PIXELS, PackedLayout, PhaseAddre
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.costs import costs, together
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, count_phases, filter_strides, first_phases, repeats, too_many_phases
+from pycuda_conv.engines.hopper.boxes import Box, best_box
 from pycuda_conv.engines.hopper.common import (
     CLOCK,
     ROW,
+    RUN,
     at_once,
     finished_time,
     image_map,
@@ -145,12 +147,12 @@ TAKES = Takes(
     lambda p: too_many_phases(p, besides_repeats=True),
     ("tensor loads can't make its padding or dilation", lambda p: _form(p) is not None),
 )  # fmt: skip
-LEGAL = Tiles(TAKES, DenseNhwc, _fits, BLOCK_M=(64, 128), BLOCK_N=COLUMNS, CLUSTER=CLUSTERS)
+LEGAL = Tiles(TAKES, DenseNhwc, _fits, BLOCK_M=(64, 128, 256), BLOCK_N=COLUMNS, CLUSTER=CLUSTERS)
 
 
 def _blocks_per_sm(config: DenseNhwc) -> int:
     """Blocks that share a multiprocessor: two of the small tiles."""
-    return 1 if config.BLOCK_M == 128 else 2
+    return 2 if config.BLOCK_M == 64 else 1
 
 
 def _ring(config: DenseNhwc, mn_major: bool) -> Ring:
@@ -292,20 +294,34 @@ def _launches(addressings: Sequence[PhaseAddressing]) -> Iterator[Sequence[Phase
         yield addressings[first : first + PHASES]
 
 
+def _box(problem: ConvProblem, config: DenseNhwc, addressing: PhaseAddressing, with_moments: bool = False) -> Box | None:
+    """The box that a tile's pixels are; None where they are neighbours.
+
+    They are where runs of pixels are stored, and where moments are noted but boxes are not all full.
+    """
+    if addressing.flat or store_mode(problem, config.BLOCK_N, addressing.phase) == RUN:
+        return None
+    box = best_box(addressing.phase.size, problem.N, config.BLOCK_M, addressing.stride)
+    full = box.tiles * config.BLOCK_M == problem.N * math.prod(addressing.phase.size)
+    return box if full or not with_moments else None
+
+
 def _product(
     problem: ConvProblem, config: DenseNhwc, addressings: Sequence[PhaseAddressing], place: BufferSlice, mn_major: bool,
     multiprocessors: int, parts: BufferSlice | None, sides: Sequence[Region] = (),
 ) -> KernelLaunch:
     """The launch of some phases. It notes moments if it is given a place for their `parts`. `sides`: of a result with a border."""
     unpacked, _ = _addressed(problem)
-    args = tuple(_arguments(problem, config, addressing, parts is not None) for addressing in addressings)
+    boxes = [None if sides else _box(problem, config, addressing, parts is not None) for addressing in addressings]
+    args = tuple(_arguments(problem, config, one, box, parts is not None) for one, box in zip(addressings, boxes, strict=True))
     args = tuple(one._replace(**in_words(side)) for one, side in zip(args, sides, strict=True)) if sides else args
     phases = 1 if count_phases(problem) == 1 and not sides else PHASES
     args += (args[-1]._replace(tiles=0),) * (phases - len(addressings))  # empty phases fill the kernel's parameter
     rows = ROW, _last_row(problem)
     maps = []
     for row in rows:
-        images = [image_map(problem, INPUT, unpacked, addressing, config.BLOCK_M, row) for addressing in addressings]
+        mapped = zip(addressings, boxes, strict=True)
+        images = [image_map(problem, INPUT, unpacked, one, config.BLOCK_M, row, box=box) for one, box in mapped]
         if sides:
             seen = [(side.addressing, (side.first, side.length)) for side in sides]
             images = [image_map(problem, INPUT, unpacked, addressing, config.BLOCK_M, row, part) for addressing, part in seen]
@@ -358,15 +374,23 @@ def _last_row(problem: ConvProblem) -> int:
 
 def _tiles(problem: ConvProblem, config: DenseNhwc, addressing: PhaseAddressing) -> tuple[int, int]:
     """Tiles of a phase along the channels, and along the pixels."""
-    return ceil(problem.result_channels, config.BLOCK_N), ceil(problem.N * math.prod(addressing.phase.size), config.BLOCK_M)
+    return ceil(problem.result_channels, config.BLOCK_N), _down(problem, config, addressing, _box(problem, config, addressing))
 
 
-def _arguments(problem: ConvProblem, config: DenseNhwc, addressing: PhaseAddressing, with_moments: bool) -> Any:
-    """The kernel's arguments of a phase."""
+def _down(problem: ConvProblem, config: DenseNhwc, addressing: PhaseAddressing, box: Box | None) -> int:
+    """Tiles along the pixels: boxes, or else runs of neighbours."""
+    return box.tiles if box else ceil(problem.N * math.prod(addressing.phase.size), config.BLOCK_M)
+
+
+def _arguments(
+    problem: ConvProblem, config: DenseNhwc, addressing: PhaseAddressing, box: Box | None = None, with_moments: bool = False
+) -> Any:
+    """The kernel's arguments of a phase. Its tiles are boxes, or else neighbouring pixels."""
     unpacked, _ = _addressed(problem)
     size, plane = addressing.phase.size, math.prod(addressing.phase.size)
-    pixels, blocks = problem.N * plane, _blocks(problem, addressing)
-    across, down = _tiles(problem, config, addressing)
+    across, down = ceil(problem.result_channels, config.BLOCK_N), _down(problem, config, addressing, box)
+    pixels, blocks = down * config.BLOCK_M if box else problem.N * plane, _blocks(problem, addressing)
+    lengths, counts = (box.size, box.counts) if box else ((0,) * 4, (0,) * 4)
     places = written_places(problem, addressing.phase)
     del places["out_image"], places["out_row"]
     return arguments(
@@ -374,6 +398,7 @@ def _arguments(problem: ConvProblem, config: DenseNhwc, addressing: PhaseAddress
         part=ceil(blocks, config.CLUSTER), channel_blocks=ceil(_summed(problem), stage_channels(problem)), last_steps=_last_steps(problem),
         group_rows=problem.result_channels // problem.groups, group_channels=_summed(problem), **tap_numbers(unpacked, addressing),
         **by_axis("dilation_", addressing.dilation), **by_axis("numbers_", (0, 0, 0)), **by_axis("offsets_", (0, 0, 0)), pixels=pixels,
+        **by_axis("box_", lengths, "whdn"), **by_axis("boxes_", counts[:3], "whd"), depth=size[0], height=size[1], images=problem.N,
         **load_base(problem, addressing), plane=plane, pq=size[1] * size[2], q=size[2], **places,
         store_mode=store_mode(problem, config.BLOCK_N, addressing.phase), with_moments=int(with_moments),
     )  # fmt: skip

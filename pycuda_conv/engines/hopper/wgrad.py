@@ -54,7 +54,7 @@ from pycuda_conv.engines.limits import HOPPER, NOT_EMPTY, Takes, Tiles, types
 from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Arena, Schedule
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, FLOAT, HALF
-from pycuda_conv.engines.variants import FLAG, VariantSet
+from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch, TensorMap
 
@@ -83,8 +83,8 @@ MOST_VARIANTS = {"cuda": 62}
 def _why_no_planes(problem: ConvProblem) -> str | None:
     """Why the kernel can't run `problem`, whose arrays are NCHW, or None if it can."""
     forward = forward_of(problem)
-    if problem.itemsize != 2:
-        return "it takes NCHW arrays of float16 and bfloat16"
+    if limb_count(problem) > 1:
+        return "it takes NCHW arrays of float16, bfloat16, and of float32 with precision='tf32'"
     if not pixel_by_pixel(forward):
         return "of NCHW arrays it takes 1x1 filters without stride and padding"
     if math.prod(forward.output_size) % word_elements(problem):
@@ -272,10 +272,6 @@ def _maps(problem: ConvProblem, x: BufferSlice, dy: BufferSlice) -> tuple[dict[s
     of_x, of_dy = (place if isinstance(place, tuple) else (place, 0) for place in (x, dy))
     map_x = replace(image_map(loaded, of_x[0], layout, addressing, block_channels(problem)), offset=of_x[1], dtype=tensor_map_type(problem))
     map_dy = TensorMap(*of_dy, *sizes, (block_channels(problem), block_channels(problem), 1), ROW, tensor_map_type(problem))
-    if reads_flat(problem):
-        sizes = (loaded.C, positions, 1), (problem.itemsize * loaded.C, problem.itemsize * loaded.C * positions)
-        map_x = replace(map_dy, buffer=of_x[0], offset=of_x[1], sizes=sizes[0], strides=sizes[1])
-        return by_axis("dilation_", addressing.dilation) | load_base(loaded, addressing) | {"spatial_dims": 0}, (map_dy, map_x)
     return by_axis("dilation_", addressing.dilation) | load_base(loaded, addressing), (map_dy, map_x)
 
 
@@ -333,9 +329,11 @@ def variants(device: Device) -> Iterator[VariantSet]:
                 planes = size == 2 and not flipped and columns in PLANES_TILES.get(rows, ())
                 choices = {
                     "BLOCK_M": (rows,), "BLOCK_N": (columns,), "WGMMA_N": (_consumer_columns(config),), "STAGES": (config.STAGES,),
-                    "TYPE": codes, "LIMBS": (2 if size == 8 else 1,), "PLANES": FLAG if planes else (0,), "FLIPPED": (int(flipped),),
+                    "TYPE": codes, "LIMBS": (2 if size == 8 else 1,), "PLANES": (0,), "FLIPPED": (int(flipped),),
                 }  # fmt: skip
                 yield VariantSet("hopper_wgrad", choices, arch="sm_90a")
+                if planes:
+                    yield VariantSet("hopper_wgrad", choices | {"PLANES": (1,), "TYPE": tuple(ELEMENTS.values())}, arch="sm_90a")
     yield VariantSet("hopper_wgrad_reduce", {"TYPE": (HALF, BFLOAT, FLOAT)})
     yield VariantSet("hopper_wgrad_add", {"TYPE": (HALF, BFLOAT, FLOAT), "EACH": (2, 4)})
     yield from fold_channels.variants()

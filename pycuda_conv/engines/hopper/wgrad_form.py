@@ -41,8 +41,8 @@ def limb_count(problem: ConvProblem) -> int:
 
 
 def factor_bytes(problem: ConvProblem) -> int:
-    """Bytes of an element's limbs."""
-    return problem.itemsize * limb_count(problem)
+    """Bytes of an element's limbs; 2 of NCHW arrays, which are multiplied as 16-bit numbers are, whatever their type."""
+    return 2 if in_planes(problem) else problem.itemsize * limb_count(problem)
 
 
 def tensor_map_type(problem: ConvProblem) -> str:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from pycuda_conv.engines import split_sum
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.costs import costs, spread
-from pycuda_conv.engines.geometry import arguments, ceil, forward_of
+from pycuda_conv.engines.geometry import arguments, ceil, even_parts, forward_of
 from pycuda_conv.engines.limits import AMPERE, IN_32_BITS, NOT_EMPTY, TWO_AXES, Takes, Tiles, types
 from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Schedule
 from pycuda_conv.engines.struct import kernel_struct
@@ -225,8 +225,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[FewChannelsWgrad]:
             ]  # fmt: skip
             for config in fitting[-2:]:
                 tiles, filling = _tiles(problem, config), max(BLOCKS * device.multiprocessors // math.prod(_blocks(problem, config)), 1)
-                for wanted in sorted({ceil(filling, 2), filling}):
-                    yield replace(config, PARTS=ceil(tiles, ceil(tiles, min(wanted, tiles))))
+                yield from (replace(config, PARTS=parts) for parts in even_parts(tiles, (ceil(filling, 2), filling)))
 
 
 def _cut(roles: _Roles, itemsize: int, split: int) -> list[tuple[int, int, int]]:

@@ -13,7 +13,7 @@ from pycuda_conv.engines.addressing import MOST_PIXELS
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.channel_units import MOST_STEPS, STEP, Units, chunks_read, chunks_written, cut, pitch, worth_it
 from pycuda_conv.engines.costs import costs, spread
-from pycuda_conv.engines.geometry import arguments, ceil, forward_of
+from pycuda_conv.engines.geometry import arguments, ceil, even_parts, forward_of
 from pycuda_conv.engines.limits import AMPERE, HALVES, NOT_EMPTY, TWO_AXES, Takes, Tiles
 from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Schedule
 from pycuda_conv.engines.struct import kernel_struct
@@ -190,8 +190,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[GroupedWgrad]:
         config = GroupedWgrad(count, together, rows, columns)
         if (count == 1 or count < 2 * units.total) and LEGAL.refusal(problem, config) is None:
             tiles, filling = _tiles(problem, config), max(BLOCKS * device.multiprocessors // math.prod(_blocks(problem, config)), 1)
-            for wanted in sorted({1, ceil(filling, 2), filling}):
-                yield replace(config, PARTS=ceil(tiles, ceil(tiles, min(wanted, tiles))))
+            yield from (replace(config, PARTS=parts) for parts in even_parts(tiles, (1, ceil(filling, 2), filling)))
 
 
 def time(problem: ConvProblem, config: GroupedWgrad, device: Device) -> float:
