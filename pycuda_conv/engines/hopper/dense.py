@@ -16,7 +16,7 @@ from itertools import product
 from typing import Any
 
 from pycuda_conv.engines.addressing import MOST_PIXELS, PackedLayout, PhaseAddressing, phase_addressing
-from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.base import Config, ConvProblem, VariantSet, kernel_struct
 from pycuda_conv.engines.costs import costs, together
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, count_phases, filter_strides, first_phases, repeats, too_many_phases
 from pycuda_conv.engines.hopper.boxes import Box, best_box
@@ -44,10 +44,7 @@ from pycuda_conv.engines.limits import HOPPER, Takes, Tiles
 from pycuda_conv.engines.packed_product import repeat_arguments, tap_numbers, written_places
 from pycuda_conv.engines.range_guard import MomentsLayout
 from pycuda_conv.engines.schedule import FINISH, INPUT, PACKED, RESULT, WEIGHT, WORKSPACE, Arena, Moments, Schedule, finish_constants
-from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, why_not_one_product
-from pycuda_conv.engines.variants import VariantSet
-from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch, TensorMap
 
 COLUMNS = (32, 64, 96, 128, 160, 192, 256)  # channels of a tile
@@ -91,9 +88,8 @@ RUNS_ON = HOPPER
 TENSOR_CORES = True
 ORDER = ("CLUSTER",)  # what the order of sums depends on
 MOST_VARIANTS = {"cuda": 158}
-
-
-# ---- what runs
+COST = costs("hopper.dense")
+DensePhase = kernel_struct("hopper_dense", "DensePhase")
 
 
 @lru_cache(maxsize=1024)
@@ -205,12 +201,6 @@ def _transposes(problem: ConvProblem, config: DenseNhwc, device: Device) -> bool
     return stages <= MOST_TRANSPOSED[config.CLUSTER > 1] * slots
 
 
-# ---- launches
-
-
-DensePhase = kernel_struct("hopper_dense", "DensePhase")
-
-
 #: The tiles of the rows and columns at the sides of a result, where the image has a border: of up to 64 channels, and of more.
 SIDES = (64, 64), (128, 128)
 
@@ -218,9 +208,6 @@ SIDES = (64, 64), (128, 128)
 def adds_border(source: ConvProblem, problem: ConvProblem, config: DenseNhwc) -> bool:
     """Whether :func:`schedule` takes the image of `source`, which has a border, for the wider one of `problem`: sums are whole there."""
     return config.CLUSTER == 1 and TAKES.why_not(problem) is None and regions(source) is not None
-
-
-COST = costs("hopper.dense")
 
 
 def border_time(source: ConvProblem, config: DenseNhwc) -> float:
@@ -429,9 +416,6 @@ def _is_listed(d: Mapping[str, int]) -> bool:
     if d["W_MN_MAJOR"] and d["TYPE"] == FLOAT and not _may_transpose(d["BLOCK_M"], d["BLOCK_N"]):
         return False
     return d["CLUSTER"] in (TILES if d["PHASES"] == 1 else PHASED_TILES).get((d["BLOCK_M"], d["BLOCK_N"]), ())
-
-
-# ---- the choice
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[DenseNhwc]:

@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from pycuda_conv.engines.addressing import MOST_PIXELS
+from pycuda_conv.engines.base import ConvProblem, VariantSet, kernel_struct
 from pycuda_conv.engines.costs import costs, together
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, forward_of, pixel_by_pixel
 from pycuda_conv.engines.hopper.common import CLOCK, ROW, image_map, load_base, map_type, most_shared, pixel_cycles
@@ -41,21 +42,11 @@ from pycuda_conv.engines.hopper.wgrad_form import (
     tensor_map_type,
     word_elements,
 )
-from pycuda_conv.engines.hopper.wgrad_launches import (
-    REDUCED_CHANNELS,
-    add_parts,
-    channel_copies,
-    lane_count,
-    part_sums,
-    reduce_parts,
-)
+from pycuda_conv.engines.hopper.wgrad_launches import REDUCED_CHANNELS, add_parts, channel_copies, lane_count, part_sums, reduce_parts
 from pycuda_conv.engines.layout import fold_channels
 from pycuda_conv.engines.limits import HOPPER, NOT_EMPTY, Takes, Tiles, types
 from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Arena, Schedule
-from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, FLOAT, HALF
-from pycuda_conv.engines.variants import VariantSet
-from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch, TensorMap
 
 LEAST_OF_GROUP = 4  # channels of a group, if there are several: with fewer, most products would be thrown away
@@ -72,12 +63,12 @@ PLANES_TILES = {64: (64,), 128: (64, 128, 192)}
 MOST_FLIPPED = 64
 FLIPPED_TILES: dict[int, dict[int, tuple[int, ...]]] = {2: {128: (64, 128, 192), 256: (192,)}, 4: {128: (64,)}, 8: {128: (64,)}}
 
-CONFIGS = (WgradNhwc,)
-LAYOUTS = "CHWN", "CNHW"
-RUNS_ON = HOPPER
-TENSOR_CORES = True
+CONFIGS, LAYOUTS, RUNS_ON, TENSOR_CORES, MOST_VARIANTS = (WgradNhwc,), ("CHWN", "CNHW"), HOPPER, True, {"cuda": 62}
 ORDER = "FLIPPED", "SPLIT"  # what the order of sums depends on
-MOST_VARIANTS = {"cuda": 62}
+COST = costs("hopper.wgrad")
+WgradNhwcArguments = kernel_struct("hopper_wgrad", "WgradNhwcArguments")
+#: The second struct of ``hopper/wgrad.cu``, for flipped tiles.
+FlippedArguments = kernel_struct("hopper_wgrad", "FlippedArguments")
 
 
 def _why_no_planes(problem: ConvProblem) -> str | None:
@@ -182,14 +173,6 @@ def _ring(config: WgradNhwc, size: int) -> Ring:
 def _max_stages(rows: int, columns: int, size: int) -> int:
     """The most stages of a ring that shared memory has room for."""
     return _ring(WgradNhwc(rows, columns), size).deepest(range(STAGES, 1, -1))
-
-
-# ---- launches
-
-
-WgradNhwcArguments = kernel_struct("hopper_wgrad", "WgradNhwcArguments")
-#: The second struct of ``hopper/wgrad.cu``, for flipped tiles.
-FlippedArguments = kernel_struct("hopper_wgrad", "FlippedArguments")
 
 
 def schedule(problem: ConvProblem, config: WgradNhwc, device: Device, with_moments: bool = False) -> Schedule:
@@ -339,9 +322,6 @@ def variants(device: Device) -> Iterator[VariantSet]:
     yield from fold_channels.variants()
 
 
-# ---- the choice
-
-COST = costs("hopper.wgrad")
 LEAST_STAGES = 4  # of a run, if there are several
 
 

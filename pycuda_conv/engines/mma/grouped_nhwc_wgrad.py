@@ -10,17 +10,13 @@ from typing import Any
 
 from pycuda_conv.engines import split_sum
 from pycuda_conv.engines.addressing import MOST_PIXELS
-from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.base import FLAG, Config, ConvProblem, Device, KernelLaunch, VariantSet, kernel_struct
 from pycuda_conv.engines.channel_units import MOST_STEPS, STEP, Units, chunks_read, chunks_written, cut, pitch, worth_it
 from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.geometry import arguments, ceil, even_parts, forward_of
 from pycuda_conv.engines.limits import AMPERE, HALVES, NOT_EMPTY, TWO_AXES, Takes, Tiles
 from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Schedule
-from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF, SHARED_BYTES, product_rate
-from pycuda_conv.engines.variants import FLAG, VariantSet
-from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import Device, KernelLaunch
 
 THREADS, WARPS = 256, 8
 BLOCKS = 2   # that share a multiprocessor
@@ -41,14 +37,9 @@ class GroupedWgrad(Config):
     PARTS: int = 1
 
 
-CONFIGS = (GroupedWgrad,)
-LAYOUTS = ("CHWN",)
-RUNS_ON = AMPERE
-TENSOR_CORES = True
-MOST_VARIANTS = {"cuda": 8}
-
-
-# ---- what runs
+CONFIGS, LAYOUTS, RUNS_ON, TENSOR_CORES, MOST_VARIANTS = (GroupedWgrad,), ("CHWN",), AMPERE, True, {"cuda": 8}
+COST = costs("mma.grouped_nhwc_wgrad")
+GroupedWgradArguments = kernel_struct("grouped_nhwc_wgrad", "GroupedWgradArguments")
 
 
 def _units(problem: ConvProblem) -> Units | None:
@@ -131,12 +122,6 @@ LEGAL = Tiles(
 )  # fmt: skip
 
 
-# ---- launches
-
-
-GroupedWgradArguments = kernel_struct("grouped_nhwc_wgrad", "GroupedWgradArguments")
-
-
 def schedule(problem: ConvProblem, config: GroupedWgrad, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`."""
     defines = {"TYPE": ELEMENTS[problem.dtype], "TAPS": _taps(problem), "WHOLE": int(config.PARTS == 1)}
@@ -170,9 +155,6 @@ def variants(device: Device) -> Iterator[VariantSet]:
     yield VariantSet("grouped_nhwc_wgrad", {"TYPE": (HALF, BFLOAT), "TAPS": TAPS, "WHOLE": FLAG})
 
 
-# ---- the choice
-
-COST = costs("mma.grouped_nhwc_wgrad")
 HEIGHTS, WIDEST, IMAGES = (2, 4, 8), 64, (2, 4, 7, 8)  # rows, most columns of an image, and images of tiles
 
 
