@@ -55,7 +55,7 @@ def reduce_two(first: KernelLaunch, second: KernelLaunch) -> KernelLaunch | None
     (parts, *_, result), (other_parts, *_, other_result) = first.buffers, second.buffers
     buffers = parts, other_parts, result, other_result
     return KernelLaunch(
-        "direct_reduce_two", first.defines, first.grid + second.grid, THREADS, buffers, (first.grid,), "direct_reduce", arguments=sums
+        "direct_reduce_two", first.defines, first.grid + second.grid, THREADS, buffers, (first.grid,), "direct_reduce", arguments=sums,
     )
 
 

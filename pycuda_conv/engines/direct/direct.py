@@ -117,8 +117,8 @@ LEGAL = {
     Single: Tiles(TAKES, Single, _PLAIN, _PLANES, _ALONE, shared=_ROOM, blocks=_grid),
     Tile: Tiles(
         TAKES, Tile, _PLAIN,
-        (f"of integers it takes {' and '.join(map(str, INTEGER_TILES))}", lambda p, c: not p.input_dtype or c in INTEGER_TILES),
-        _PLANES, _ALONE, ("ROWS must divide TILE_P", lambda _, c: c.TILE_P % c.ROWS == 0),
+        (f"of integers it takes {' and '.join(map(str, INTEGER_TILES))}", lambda p, c: not p.input_dtype or c in INTEGER_TILES), _PLANES,
+        _ALONE, ("ROWS must divide TILE_P", lambda _, c: c.TILE_P % c.ROWS == 0),
         ("a block has 32 to 1024 threads", lambda _, c: 32 <= c.TILE_P // c.ROWS * c.TILE_Q <= 1024), shared=_ROOM, blocks=_grid,
     ),
     Dgrad: Tiles(TAKES, Dgrad, _PLAIN, _PLANES, _TRANSPOSED, shared=_ROOM, blocks=_grid),

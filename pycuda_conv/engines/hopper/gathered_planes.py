@@ -108,8 +108,8 @@ def schedule(problem: ConvProblem, config: GatheredPlanes, device: Device, with_
     defines = asdict(config) | {"TYPE": ELEMENTS[problem.dtype], "W_TRANSPOSED": int(backward)}
     launch = KernelLaunch(
         "hopper_gathered_planes", defines, down * across * config.CLUSTER, 2 * config.BLOCK_M + 128 * config.GROUPS,
-        (*((WEIGHT,) if gathers else ()), INPUT, *FINISH, RESULT), (), maps=maps,
-        shared=_ring(config).nbytes(config.STAGES), arch="sm_90a", arguments=args, layer=finish_constants(args),
+        (*((WEIGHT,) if gathers else ()), INPUT, *FINISH, RESULT), (), maps=maps, shared=_ring(config).nbytes(config.STAGES), arch="sm_90a",
+        arguments=args, layer=finish_constants(args),
     )  # fmt: skip
     return Schedule.plain([[launch]])
 

@@ -92,8 +92,8 @@ def schedule(problem: ConvProblem, config: Planes, device: Device, with_moments:
     defines = _defines(config) | {"TYPE": ELEMENTS[problem.dtype], "W_MN_MAJOR": int(backward)}
     grid = min(args.tiles, device.multiprocessors * _blocks_per_sm(config))
     launch = KernelLaunch(
-        "hopper_planes", defines, grid, _threads(config), FINISH, (),
-        maps=maps, shared=_ring(config).nbytes(config.STAGES), arch="sm_90a", arguments=args, layer=finish_constants(args),
+        "hopper_planes", defines, grid, _threads(config), FINISH, (), maps=maps, shared=_ring(config).nbytes(config.STAGES), arch="sm_90a",
+        arguments=args, layer=finish_constants(args),
     )  # fmt: skip
     return Schedule.plain([[launch]])
 

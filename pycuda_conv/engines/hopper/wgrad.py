@@ -20,14 +20,13 @@ from pycuda_conv.engines.addressing import MOST_PIXELS
 from pycuda_conv.engines.base import ConvProblem, VariantSet, kernel_struct
 from pycuda_conv.engines.costs import costs, together
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, forward_of, pixel_by_pixel
-from pycuda_conv.engines.hopper.common import CLOCK, ROW, image_map, load_base, map_type, most_shared, pixel_cycles
+from pycuda_conv.engines.hopper.common import CLOCK, ROW, image_map, load_base, map_type, most_shared, pixel_cycles, stage_channels
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes
 from pycuda_conv.engines.hopper.wgrad_form import (
     FORM_COST,
     WgradNhwc,
     as_loaded,
     as_seen,
-    block_channels,
     factor_bytes,
     flip,
     fold_level,
@@ -35,7 +34,6 @@ from pycuda_conv.engines.hopper.wgrad_form import (
     group_pack,
     group_packs,
     in_planes,
-    limb_count,
     load_form,
     position_count,
     reads_flat,
@@ -46,7 +44,7 @@ from pycuda_conv.engines.hopper.wgrad_launches import REDUCED_CHANNELS, add_part
 from pycuda_conv.engines.layout import fold_channels
 from pycuda_conv.engines.limits import HOPPER, NOT_EMPTY, Takes, Tiles, types
 from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Arena, Schedule
-from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, FLOAT, HALF
+from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, FLOAT, HALF, limbs
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch, TensorMap
 
 LEAST_OF_GROUP = 4  # channels of a group, if there are several: with fewer, most products would be thrown away
@@ -74,7 +72,7 @@ FlippedArguments = kernel_struct("hopper_wgrad", "FlippedArguments")
 def _why_no_planes(problem: ConvProblem) -> str | None:
     """Why the kernel can't run `problem`, whose arrays are NCHW, or None if it can."""
     forward = forward_of(problem)
-    if limb_count(problem) > 1:
+    if limbs(problem) > 1:
         return "it takes NCHW arrays of float16, bfloat16, and of float32 with precision='tf32'"
     if not pixel_by_pixel(forward):
         return "of NCHW arrays it takes 1x1 filters without stride and padding"
@@ -221,7 +219,7 @@ def _product(
     )  # fmt: skip
     defines = {
         "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "WGMMA_N": _consumer_columns(config), "STAGES": config.STAGES,
-        "TYPE": ELEMENTS[problem.dtype], "LIMBS": limb_count(problem), "PLANES": int(in_planes(problem)), "FLIPPED": int(config.FLIPPED),
+        "TYPE": ELEMENTS[problem.dtype], "LIMBS": limbs(problem), "PLANES": int(in_planes(problem)), "FLIPPED": int(config.FLIPPED),
     }
     buffers, structs = ((x, dy), (args, _of_flipped(problem, parts is None, taps_fastest))) if config.FLIPPED else ((), args)
     grid, size = down * across * packs * config.SPLIT, factor_bytes(problem)
@@ -253,14 +251,14 @@ def _maps(problem: ConvProblem, x: BufferSlice, dy: BufferSlice) -> tuple[dict[s
     layout, addressing = form
     sizes = (loaded.K, positions, 1), (problem.itemsize * loaded.K, problem.itemsize * loaded.K * positions)
     of_x, of_dy = (place if isinstance(place, tuple) else (place, 0) for place in (x, dy))
-    map_x = replace(image_map(loaded, of_x[0], layout, addressing, block_channels(problem)), offset=of_x[1], dtype=tensor_map_type(problem))
-    map_dy = TensorMap(*of_dy, *sizes, (block_channels(problem), block_channels(problem), 1), ROW, tensor_map_type(problem))
+    map_x = replace(image_map(loaded, of_x[0], layout, addressing, stage_channels(problem)), offset=of_x[1], dtype=tensor_map_type(problem))
+    map_dy = TensorMap(*of_dy, *sizes, (stage_channels(problem), stage_channels(problem), 1), ROW, tensor_map_type(problem))
     return by_axis("dilation_", addressing.dilation) | load_base(loaded, addressing), (map_dy, map_x)
 
 
 def _plane_maps(problem: ConvProblem) -> tuple[dict[str, int], tuple[TensorMap, ...]]:
     """The same for NCHW arrays, whose loads step through nothing."""
-    forward, block = forward_of(problem), block_channels(problem)
+    forward, block = forward_of(problem), stage_channels(problem)
     plane = math.prod(forward.output_size)
     row = problem.itemsize * plane
     maps = tuple(
@@ -273,14 +271,14 @@ def _plane_maps(problem: ConvProblem) -> tuple[dict[str, int], tuple[TensorMap, 
 
 def _image_stages(problem: ConvProblem) -> int:
     """Stages of an image's plane."""
-    return ceil(math.prod(forward_of(problem).output_size), block_channels(problem))
+    return ceil(math.prod(forward_of(problem).output_size), stage_channels(problem))
 
 
 def _stages(problem: ConvProblem) -> int:
     """Stages of all positions."""
     if in_planes(problem):
         return forward_of(problem).N * _image_stages(problem)
-    return ceil(position_count(problem), block_channels(problem))
+    return ceil(position_count(problem), stage_channels(problem))
 
 
 def _part(problem: ConvProblem, config: WgradNhwc) -> int:
@@ -295,12 +293,12 @@ def _column_blocks(problem: ConvProblem) -> int:
 
 def _tap_blocks(problem: ConvProblem) -> int:
     """Blocks of channels of a pack of x."""
-    return ceil(as_loaded(problem).C // group_packs(problem), block_channels(problem))
+    return ceil(as_loaded(problem).C // group_packs(problem), stage_channels(problem))
 
 
 def _tiles(problem: ConvProblem, config: WgradNhwc) -> tuple[int, int]:
     """Tiles of a pack along the rows, and along the columns."""
-    return ceil(problem.K // group_packs(problem), config.BLOCK_M), ceil(_column_blocks(problem), config.BLOCK_N // block_channels(problem))
+    return ceil(problem.K // group_packs(problem), config.BLOCK_M), ceil(_column_blocks(problem), config.BLOCK_N // stage_channels(problem))
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
@@ -338,7 +336,7 @@ def _useful_tiles(problem: ConvProblem, flipped: bool) -> Iterator[WgradNhwc]:
     """The tiles whose rows and columns `problem` can fill, and those one size larger."""
     tiles_of, size, seen = _tiles_of(problem, flipped), factor_bytes(problem), as_seen(problem, WgradNhwc(FLIPPED=flipped))
     for rows in _useful(tuple(tiles_of), seen.K // group_packs(seen)):
-        for columns in _useful(tiles_of[rows], _column_blocks(seen) * block_channels(seen)):
+        for columns in _useful(tiles_of[rows], _column_blocks(seen) * stage_channels(seen)):
             yield WgradNhwc(rows, columns, _max_stages(rows, columns, size), FLIPPED=flipped)
 
 
@@ -364,7 +362,7 @@ def _useful(sizes: tuple[int, ...], needed: int) -> list[int]:
 def time(problem: ConvProblem, config: WgradNhwc, device: Device) -> float:
     """Microseconds that `config` should take: loads, arithmetic or bytes from memory; the stores of sums, and rounds of blocks."""
     seen = as_seen(problem, config)
-    forward, loaded, size, block = forward_of(seen), as_loaded(seen), problem.itemsize, block_channels(problem)
+    forward, loaded, size, block = forward_of(seen), as_loaded(seen), problem.itemsize, stage_channels(problem)
     factor = factor_bytes(problem)
     down, across = _tiles(seen, config)
     packs = group_packs(seen)

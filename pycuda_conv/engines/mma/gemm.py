@@ -96,8 +96,8 @@ def _fits(problem: ConvProblem, config: ImplicitGemm80) -> str | None:
 
 TAKES = Takes(why_not_packed, ("it counts eights of channels in 32 bits", _counts))
 LEGAL = Tiles(
-    TAKES, ImplicitGemm80, _fits, BLOCK_M=(128, 64), BLOCK_N=(256, 128, 64),
-    blocks=lambda problem, config: max(_blocks(problem, config, addressing) for addressing in packed_layout(problem)[1]),
+    TAKES, ImplicitGemm80, _fits, BLOCK_M=(128, 64), BLOCK_N=(256, 128, 64), blocks=lambda problem,
+    config: max(_blocks(problem, config, addressing) for addressing in packed_layout(problem)[1]),
 )  # fmt: skip
 
 
@@ -146,10 +146,7 @@ def _product(
     )
     defines = arithmetic(problem, phase, config.SPLIT > 1) | {"BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "STAGES": config.STAGES}
     grid, shared = _blocks(problem, config, addressing), config.STAGES * _ring(config, limbs(problem)).stage
-    return KernelLaunch(
-        "mma_gemm", defines, grid, THREADS, buffers, (), shared=shared, arguments=args,
-        layer=finish_constants(args),
-    )  # fmt: skip
+    return KernelLaunch("mma_gemm", defines, grid, THREADS, buffers, (), shared=shared, arguments=args, layer=finish_constants(args))
 
 
 def _tiles(problem: ConvProblem, config: ImplicitGemm80, addressing: PhaseAddressing) -> tuple[int, int]:
