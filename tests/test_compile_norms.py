@@ -128,12 +128,13 @@ class OfPixels(nn.Module):
         return self.conv(y + y.mean() if self.kind == "read" else F.silu(y))
 
 
+@HOWS
 @pytest.mark.turns
 @pytest.mark.parametrize("axes", [2, 3])
 @pytest.mark.parametrize("kind, last, taken", [
     ("", True, True), ("turned", True, True), ("read", True, True), ("", False, False), ("axis", True, False), ("factor", True, False),
 ])  # fmt: skip
-def test_rms_norms_of_pixels(where, axes, kind, last, taken):  # noqa: F811
+def test_rms_norms_of_pixels(where, how, axes, kind, last, taken):  # noqa: F811
     """Those whose channels lie last; pixels of zeros stay zeros."""
     torch.manual_seed(0)
     x = torch.randn(2, 8, *(5, 4, 6)[:axes], device=where)
@@ -142,9 +143,9 @@ def test_rms_norms_of_pixels(where, axes, kind, last, taken):  # noqa: F811
     x = x.contiguous(memory_format=form) if last else x
     model = OfPixels(kind, axes)
     model.conv.to(memory_format=form if last else torch.contiguous_format)
-    alike(lambda: copy.deepcopy(model), "light", False, None, x)
+    alike(lambda: copy.deepcopy(model), how, False, None, x)
     assert len(norms()) == taken
-    alike(lambda: copy.deepcopy(model), "light", True, "parameters", x)
+    alike(lambda: copy.deepcopy(model), how, True, "parameters", x)
     assert not norms()
 
 

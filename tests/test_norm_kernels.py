@@ -63,6 +63,8 @@ CASES = [
     (Norm("bfloat16", "NCHW", 5, 1536, 1, 1, rms=True, wide=(True, False)), ROWS), (Norm("float32", "NCHW", 1, 6, 1000, 2), ROWS),
     (Norm("float32", "NCHW", 1, 3, 7, 3), ROWS), (Norm("bfloat16", "NCHW", 19, 96, 1, 1, eps=1e-26, rms=2, activation="silu"), ROWS),
     (Norm("float32", "NCHW", 7, 40, 1, 1, eps=1.1, rms=2), ROWS),
+    # more rows than blocks take at once
+    (Norm("bfloat16", "NCHW", 1700, 96, 1, 1, rms=2), ROWS), (Norm("float16", "NCHW", 60, 1536, 1, 1, rms=True), ROWS), (Norm("float32", "NCHW", 70, 640, 1, 1), ROWS),
     (Norm("float16", "NCHW", 2, 32, 1000, 4, activation="silu"), SLICED_ROWS), (Norm("float32", "NCHW", 1, 6, 3001, 3), SLICED_ROWS),
     (Norm("bfloat16", "NCHW", 2, 3000, 1, 1, activation="gelu"), SLICED_ROWS),
 ]  # fmt: skip

@@ -216,7 +216,8 @@ def test_bits_on_a_gpu(dtype):
         ("conv1d", (1, 96, 901), (96, 1, 5), {"groups": 96}), ("conv1d", (2, 64, 600), (128, 64, 8), {"stride": 4}),
         ("conv_transpose1d", (1, 128, 200), (128, 64, 16), {"stride": 8}), ("conv1d", (1, 1, 4000), (32, 1, 7), {}),
         ("conv3d", (1, 64, 9, 20, 24), (96, 64, 3, 3, 3), {"padding": (0, 1, 1)}),
-        ("conv3d", (1, 16, 6, 12, 12), (64, 16, 3, 1, 1), {"padding": 0}),
+        ("conv3d", (1, 16, 6, 12, 12), (64, 16, 3, 1, 1), {"padding": 0}), ("conv1d", (2, 128, 900), (1, 128, 7), {}),
+        ("conv3d", (1, 96, 9, 20, 24), (3, 96, 3, 3, 3), {"padding": (0, 1, 1)}),
     ]  # fmt: skip
     for name, shape, filter_shape, options in layers:
         for last in (False, True) if "3d" in name else (False,):

@@ -143,7 +143,7 @@ TAKES = Takes(
     lambda p: too_many_phases(p, besides_repeats=True),
     ("tensor loads can't make its padding or dilation", lambda p: _form(p) is not None),
 )  # fmt: skip
-LEGAL = Tiles(TAKES, DenseNhwc, _fits, BLOCK_M=(64, 128, 256), BLOCK_N=COLUMNS, CLUSTER=CLUSTERS)
+LEGAL = Tiles(TAKES, DenseNhwc, _fits, BLOCK_M=(64, 128, 192, 256), BLOCK_N=COLUMNS, CLUSTER=CLUSTERS)
 
 
 def _blocks_per_sm(config: DenseNhwc) -> int:

@@ -112,8 +112,8 @@ def _steps(problem: ConvProblem) -> int:
 def _pixel_cycles(problem: ConvProblem, packed: PackedLayout) -> float:
     """Cycles to load one pixel's channels from an array as it lies: rows that the load has to fill up take longer, odd ones longest."""
     row, pixel = packed.load * problem.itemsize, problem.operand_channels * problem.itemsize
-    slower = COST.VOLUME if form(problem)[1][0].spatial_dims == 3 else 1.0
-    return slower * COST.PIXEL_CYCLES[row] * (1.0 if pixel % row == 0 else COST.FILLED if pixel % 32 == 0 else COST.ODD)
+    cycles = float(COST.PIXEL_CYCLES[row] * (1.0 if pixel % row == 0 else COST.FILLED if pixel % 32 == 0 else COST.ODD))
+    return max(COST.VOLUME * cycles, COST.VOLUME_ROW) if form(problem)[1][0].spatial_dims == 3 else cycles
 
 
 @lru_cache(maxsize=64)
