@@ -82,12 +82,8 @@ class DenseNhwc(Config):
     CLUSTER: int = 1
 
 
-CONFIGS = (DenseNhwc,)
-LAYOUTS = ("NHWC",)
-RUNS_ON = HOPPER
-TENSOR_CORES = True
+CONFIGS, LAYOUTS, RUNS_ON, TENSOR_CORES, MOST_VARIANTS = (DenseNhwc,), ("NHWC",), HOPPER, True, {"cuda": 158}
 ORDER = ("CLUSTER",)  # what the order of sums depends on
-MOST_VARIANTS = {"cuda": 158}
 COST = costs("hopper.dense")
 DensePhase = kernel_struct("hopper_dense", "DensePhase")
 
