@@ -24,6 +24,7 @@ from pycuda_conv.runtime.base import Device, KernelLaunch, Launcher
 
 #: Threads of a block on a GPU. On OpenCL a block is one work-item.
 THREADS = 128
+MOST_VARIANTS = {"cuda": 69, "opencl": 28}  # texts, as an engine says it
 #: Results of a step of such a block, or of a tile, in float32: a thread has 32 of a pass. In float64 it is half as many.
 STEP_RESULTS = 4096
 #: Sums of a block's shared memory on OpenCL, where the text fixes them.
@@ -331,10 +332,6 @@ def _defines(input: str, output: str, wide: int, host: bool) -> dict[str, int]:
 def compiled(kernel: str, window: Window, taps: tuple[int, int, int], device: Any, skip: bool = False) -> Launcher:
     """The launch, compiled for `device`."""
     return device.schedule_launcher([[_launch(kernel, window, taps, device, skip)]])
-
-
-#: The most texts, as an engine says it.
-MOST_VARIANTS = {"cuda": 69, "opencl": 28}
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
