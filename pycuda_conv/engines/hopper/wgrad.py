@@ -61,7 +61,7 @@ PLANES_TILES = {64: (64,), 128: (64, 128, 192)}
 MOST_FLIPPED = 64
 FLIPPED_TILES: dict[int, dict[int, tuple[int, ...]]] = {2: {128: (64, 128, 192), 256: (192,)}, 4: {128: (64,)}, 8: {128: (64,)}}
 
-CONFIGS, LAYOUTS, RUNS_ON, TENSOR_CORES, MOST_VARIANTS = (WgradNhwc,), ("CHWN", "CNHW"), HOPPER, True, {"cuda": 62}
+CONFIGS, LAYOUTS, RUNS_ON, TENSOR_CORES, MOST_VARIANTS = (WgradNhwc,), ("CHWN", "CNHW"), HOPPER, True, {"cuda": 66}
 ORDER = "FLIPPED", "SPLIT"  # what the order of sums depends on
 COST = costs("hopper.wgrad")
 WgradNhwcArguments = kernel_struct("hopper_wgrad", "WgradNhwcArguments")
@@ -210,12 +210,11 @@ def _product(
     _, tap_r, tap_s = loaded.filter_size
     taps, taps_inner = math.prod(loaded.filter_size), int(taps_fastest and parts is None and not config.FLIPPED)
     args = arguments(
-        WgradNhwcArguments, tiles_m=down, tiles_n=across, group_packs=packs, splits=config.SPLIT, stages=stages,
-        part=_part(seen, config), rows=(loaded if config.FLIPPED and parts else forward).K // packs, columns=loaded.C // packs,
-        own_rows=forward.K // forward.groups, own_columns=loaded.C // forward.groups,
-        column_blocks=_column_blocks(seen), inner=taps if taps_inner else _tap_blocks(seen), taps_inner=taps_inner,
-        taps=taps, tap_r=tap_r,
-        tap_s=tap_s, **loads, size=part_sums(problem, config), taps_fastest=int(taps_fastest), image_stages=_image_stages(seen),
+        WgradNhwcArguments, tiles_m=down, tiles_n=across, group_packs=packs, splits=config.SPLIT, stages=stages, part=_part(seen, config),
+        rows=(loaded if config.FLIPPED and parts else forward).K // packs, columns=loaded.C // packs, own_rows=forward.K // forward.groups,
+        own_columns=loaded.C // forward.groups, column_blocks=_column_blocks(seen), inner=taps if taps_inner else _tap_blocks(seen),
+        taps_inner=taps_inner, taps=taps, tap_r=tap_r, tap_s=tap_s, **loads, size=part_sums(problem, config),
+        taps_fastest=int(taps_fastest), image_stages=_image_stages(seen),
     )  # fmt: skip
     defines = {
         "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "WGMMA_N": _consumer_columns(config), "STAGES": config.STAGES,
@@ -232,15 +231,15 @@ def _product(
 def _of_flipped(problem: ConvProblem, whole: bool, taps_fastest: bool) -> Any:
     """The arguments by which flipped tiles store their sums, which are the result if `whole`."""
     seen = flip(problem)
-    forward, loaded, (_, p, q) = forward_of(seen), as_loaded(seen), forward_of(seen).output_size
+    forward, loaded = forward_of(seen), as_loaded(seen)
     taps, (_, tap_r, tap_s) = math.prod(forward.filter_size), forward.filter_size
     channels = forward.K if whole else fold_taps(problem, 0).C
     out_tap, out_c = (1, taps) if whole and taps_fastest else (channels, 1)
     return arguments(
-        FlippedArguments, own=forward.C, folds=taps // math.prod(loaded.filter_size), out_k=channels * taps, out_tap=out_tap, out_c=out_c,
-        pixels=position_count(seen), plane=math.prod(forward.output_size), pq=p * q, q=q, **by_axis("", forward.input_size),
-        **by_axis("low_", tuple(-pad for pad in forward.padding_before)), tap_r=tap_r, tap_s=tap_s, **by_axis("apart_", forward.dilation),
-        folded_axes=fold_level(seen), dense=loaded.K, thin=loaded.C, **by_axis("size_", loaded.input_size),
+        FlippedArguments, forward, own=forward.C, folds=taps // math.prod(loaded.filter_size), out_k=channels * taps, out_tap=out_tap,
+        out_c=out_c, **by_axis("low_", tuple(-pad for pad in forward.padding_before)), tap_r=tap_r, tap_s=tap_s,
+        **by_axis("apart_", forward.dilation), folded_axes=fold_level(seen), dense=loaded.K, thin=loaded.C,
+        **by_axis("size_", loaded.input_size),
     )  # fmt: skip
 
 

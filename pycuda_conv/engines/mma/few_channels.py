@@ -168,9 +168,9 @@ def _launch(problem: ConvProblem, config: FewChannels, device: Device, strides: 
     args = arguments(
         FewChannelsArguments, problem, tile, workers=workers, warps_w=config.WARPS_W, warps_h=tile.rows // rows, parts=config.PARTS,
         part_steps=ceil(tile.steps, config.PARTS), tile_rows=tile.rows, gradient=int(gradient), channel_steps=tile.steps,
-        **by_axis("taps_", problem.filter_size, "trs"), every_h=down.every, every_w=across.every, rows_apart=down.apart,
-        row_step=down.step, column_step=-across.step if gradient else across.step, w_k=w_k, w_c=w_c, w_tap=w_tap,
-        x_slice=h * w * pixel, x_row=w * pixel, channels_last=int(last),
+        **by_axis("taps_", problem.filter_size, "trs"), every_h=down.every, every_w=across.every, rows_apart=down.apart, row_step=down.step,
+        column_step=-across.step if gradient else across.step, w_k=w_k, w_c=w_c, w_tap=w_tap, x_slice=h * w * pixel, x_row=w * pixel,
+        channels_last=int(last),
     )  # fmt: skip
     defines = {
         "TYPE": ELEMENTS[problem.dtype], "PRODUCTS": products(problem), "COLUMN_TILES": eights, "ROWS": rows, "PIXEL_TILES": sixteens,
