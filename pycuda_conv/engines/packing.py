@@ -182,10 +182,9 @@ def packed_array(
     checked = flagged(problem, packed)
     eights = read % 8 == 0 and (problem.dtype == "float32" or not checked)  # windows of 16 bits are seldom checked, so they have one text
     defines = {
-        "IN": ELEMENTS[problem.dtype], "LIMBS": count, "NHWC": int(problem.layout == "NHWC"), "VECTOR": vector,
-        "EIGHTS": int(eights), "RANGE_CHECK": int(checked),
-        "SAMPLE_SCALE": int(gradient and problem.dtype == "float32"), "FILTER": int(as_filter), "FOLDED": int(packed.level > 0),
-        "CLUSTER": 0, **({} if source is None else {"BORDERED": 1}),
+        "IN": ELEMENTS[problem.dtype], "LIMBS": count, "NHWC": int(problem.layout == "NHWC"), "VECTOR": vector, "EIGHTS": int(eights),
+        "RANGE_CHECK": int(checked), "SAMPLE_SCALE": int(gradient and problem.dtype == "float32"), "FILTER": int(as_filter),
+        "FOLDED": int(packed.level > 0), "CLUSTER": 0, **({} if source is None else {"BORDERED": 1}),
     }
     fitting, pieces = _fitting(problem, packed), packed.load // 8
     args = arguments(

@@ -89,7 +89,7 @@ DensePhase = kernel_struct("hopper_dense", "DensePhase")
 
 
 @lru_cache(maxsize=1024)
-def _form(problem: ConvProblem) -> tuple[PackedLayout, tuple[PhaseAddressing, ...]] | None:
+def _addressed(problem: ConvProblem) -> Any:
     """The arrays as the loads see them, and the phases' addressing without repeats, those with most taps first.
 
     None if tensor loads can't make it.
@@ -99,13 +99,6 @@ def _form(problem: ConvProblem) -> tuple[PackedLayout, tuple[PhaseAddressing, ..
     every = [phase_addressing(problem, phase, unpacked) for phase in first_phases(problem)]
     found = [addressing for addressing in every if addressing is not None]
     return (unpacked, tuple(sorted(found, key=lambda one: -math.prod(one.taps)))) if len(found) == len(every) else None
-
-
-def _addressed(problem: ConvProblem) -> tuple[PackedLayout, tuple[PhaseAddressing, ...]]:
-    """:func:`_form`, for a problem that has one."""
-    found = _form(problem)
-    assert found is not None
-    return found
 
 
 def _summed(problem: ConvProblem) -> int:
@@ -137,7 +130,7 @@ TAKES = Takes(
     ("tensor loads take a pixel's channels, of a multiple of 16 bytes", lambda p: p.operand_channels * p.itemsize % 16 == 0),
     ("it counts pixels in 32 bits", lambda p: p.N * max(math.prod(p.result_size), math.prod(p.operand_size)) < MOST_PIXELS),
     lambda p: too_many_phases(p, besides_repeats=True),
-    ("tensor loads can't make its padding or dilation", lambda p: _form(p) is not None),
+    ("tensor loads can't make its padding or dilation", lambda p: _addressed(p) is not None),
 )  # fmt: skip
 LEGAL = Tiles(TAKES, DenseNhwc, _fits, BLOCK_M=(64, 128, 192, 256), BLOCK_N=COLUMNS, CLUSTER=CLUSTERS)
 

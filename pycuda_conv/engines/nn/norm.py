@@ -223,9 +223,7 @@ class Cut:
         return KernelLaunch("norm_finish", self.defines(), groups, threads, buffers, (int(noted),), "norm_planes", arguments=shape)
 
     def defines(self, threads: int = THREADS) -> dict[str, int]:
-        return {
-            "TYPE": DTYPE_CODES[self.norm.dtype], "VEC": self.vector, "THREADS": threads,
-        }  # fmt: skip
+        return {"TYPE": DTYPE_CODES[self.norm.dtype], "VEC": self.vector, "THREADS": threads}
 
 
 def form_of(norm: Norm, clusters: tuple[int, ...] = CLUSTERS) -> str:
