@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 import torch
-from reference import DTYPES, EPS, SUM_EPS, by_turns, covering, needs_nvcc, nvcc_of
+from reference import DTYPES, EPS, SUM_EPS, covering, needs_nvcc, nvcc_of
 
 import pycuda_conv as pc
 import pycuda_conv.nn as fused_modules
@@ -108,11 +108,7 @@ def slices(request, monkeypatch):
     compiled.cache_clear()
 
 
-#: Each shape and type, with the slices by turns.
-KERNELS = pytest.mark.parametrize("kernels, slices", [(RUNS[run], name) for run, name in by_turns(range(len(RUNS)), SLICES)], ids=str, indirect=True)
-
-
-@pytest.fixture
+@pytest.fixture(params=RUNS, ids=["-".join(run) for run in RUNS])
 def kernels(request, device, slices):
     shape, dtype = request.param
     layout, k, plane = (SHAPES | FOURS)[shape]
@@ -128,7 +124,7 @@ def near(got, ref, tolerance: float, scale=None) -> None:
     assert (error <= tolerance * scale).all(), f"off by {np.nanmax(error):.3g} of {np.max(scale):.3g}, {np.max(error / scale):.3g} of it"
 
 
-@KERNELS
+@pytest.mark.pairs
 @pytest.mark.parametrize("tracked", [None, 4], ids=["momentum", "cumulative"])
 def test_statistics(kernels, tracked):
     y, eps, momentum = kernels.normals(mean=0.5), 1e-3, 0.3
@@ -169,7 +165,7 @@ def test_a_forward_pass_by_one_launch(kernels, number):
     assert all(map(np.array_equal, *made))
 
 
-@KERNELS
+@pytest.mark.turns
 def test_statistics_without_running_ones_leave_nothing_else(kernels):
     y = kernels.normals()
     mean, invstd = kernels.poisoned(kernels.pixels.K), kernels.poisoned(kernels.pixels.K)
@@ -226,7 +222,7 @@ def normal_cdf(v):
 BENDS = {"relu6": (0, 6), "hardswish": (-3, 3)}
 
 
-@KERNELS
+@pytest.mark.turns
 @pytest.mark.parametrize("turn", range(2 if driver.why_not() is None else 1))
 def test_activations_beyond_relu(kernels, turn):
     """Forwards and backwards: the derivative is computed again from y. Values go beyond all bends. Each run has two on a GPU, one on PoCL."""
@@ -276,7 +272,7 @@ def mask_of(out, pixels):
     return np.packbits((out > 0).reshape(-1, pixels.item), axis=1, bitorder="little").ravel()
 
 
-@KERNELS
+@pytest.mark.pairs
 @pytest.mark.parametrize(("relu", "affine", "summed"), [(True, True, False), (True, False, True), (False, True, True), (False, False, False)])
 def test_forward(kernels, relu, affine, summed):
     y, mean, invstd = kernels.normals(mean=3), kernels.of_channel(1), kernels.of_channel(2)
@@ -295,7 +291,7 @@ def test_forward(kernels, relu, affine, summed):
 BACKWARDS = [(relu, summed, of_batch, of_batch == (relu == summed)) for relu in (True, False) for summed in (False, True) for of_batch in (True, False)]
 
 
-@KERNELS
+@pytest.mark.pairs
 @pytest.mark.parametrize(("relu", "summed", "of_batch", "affine"), BACKWARDS)
 def test_backward(kernels, relu, summed, of_batch, affine):
     y, dout, mean, invstd = kernels.normals(1, mean=1), kernels.normals(2), kernels.of_channel(1), kernels.of_channel(2)
@@ -334,7 +330,7 @@ def test_nan_and_infinity_stay_what_they_are(device):
     assert np.array_equal(np.flatnonzero(~np.isfinite(mean)), [2, 4])
 
 
-@KERNELS
+@pytest.mark.turns
 def test_gradients_of_nan_are_as_torch_s(kernels):
     """A ReLU lets them pass, and where statistics were given they stay with their pixels."""
     y, dout = kernels.normals(1), kernels.normals(2)
@@ -351,7 +347,7 @@ def test_gradients_of_nan_are_as_torch_s(kernels):
     near(sums[0], np.where(masked, 0, dout).astype(np.float64).sum(kernels.axes), 1e-4)
 
 
-@KERNELS
+@pytest.mark.turns
 def test_the_kernels_twice_give_the_same_bits(kernels):
     y, dout, mean, invstd = kernels.normals(1), kernels.normals(2), kernels.of_channel(1), kernels.of_channel(2)
     found = []
