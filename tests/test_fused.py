@@ -1167,12 +1167,6 @@ def test_the_gradient_of_the_result_takes_its_place_unless_the_graph_is_kept(sum
             assert peak <= peak_of_kept - 0.99 * x.nbytes
 
 
-def test_docstring_examples():
-    import doctest
-
-    assert doctest.testmod(fused_modules.fused.modules).failed == 0
-
-
 # ---- statistics that the convolution notes
 
 NOTING = {  # input, filter, dtype, channels last: on tensor cores; the last kind is multiplied as it lies
