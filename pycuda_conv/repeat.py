@@ -67,6 +67,11 @@ class RepeatTable(dict[Any, Any]):
         if not of_plan:
             launches_are_in(self.clear)
 
+    def new_key(self, options: tuple[Any, ...], operands: Sequence[Any], device: Any, *plans: Plan) -> Any:
+        """The key for :meth:`put` of a call of `plans` that was just made; None for one that is there, or that is not repeated."""
+        name = key(options, *operands) if all(plan.may_be_repeated for plan in plans) else None
+        return None if name is None or name in self or device.capturing() else name
+
     def put(self, key: Any, ready: Any, *plans: Plan) -> None:
         """Store `ready`, which launches kernels of `plans`, unless better kernels are ready for one of them."""
         if len(self) >= self.most:
@@ -174,10 +179,10 @@ def remember(
     """
     if not kind.remembered:
         return
-    name = key(options, *operands, out) if plan.may_be_repeated else None
-    if name is None or name in table or plan.device.capturing():
-        return
     device: Any = plan.device
+    name = table.new_key(options, (*operands, out), device, plan)
+    if name is None:
+        return
     if not kind.any_context and device.where != device.ordinal:  # C does not look at the places of tensors
         return
     other = layout not in ("", plan.problem.layout)

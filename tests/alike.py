@@ -29,6 +29,16 @@ def first_runs(runs: Iterable[tuple], text_of: Callable[..., tuple]) -> list:
     return found
 
 
+def paired(runs: Iterable[tuple]) -> list[tuple]:
+    """As many runs as have each case in each of its modes, each with each of its configurations, and each of these in each mode."""
+    found, met = [], set()
+    for case, mode, config in runs:
+        new = {(case, mode), (case, config), (mode, config)} - met
+        met |= new
+        found += [(case, mode, config)] if new else []
+    return found
+
+
 def sharing(options: Iterable[Sequence[tuple]], problem_of: Callable[..., ConvProblem] = asked) -> list[tuple]:
     """Of each case one of its runs (case, mode, configuration).
 

@@ -11,8 +11,10 @@ import gc
 import importlib.util
 import math
 import os
+import signal
 import sys
 import time
+from collections import Counter
 from functools import cache
 from itertools import combinations
 
@@ -35,6 +37,9 @@ from hypothesis import HealthCheck, settings
 
 HAS_PYCUDA = importlib.util.find_spec("pycuda") is not None
 
+#: Of a test whose workers, should one be lost, leave it waiting for ever: it fails by itself, and others use its cluster on.
+ends_soon = pytest.mark.timeout(200, method="signal")
+
 # every example compiles kernels of its own, a third of a second on PoCL and a second or two with nvcc
 _common = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
 settings.register_profile("default", max_examples=30, **_common)
@@ -55,9 +60,12 @@ def why_no_opencl() -> str | None:
 
 
 def pytest_configure(config):
+    with contextlib.suppress(ValueError):  # a shell lets a job in its background ignore Ctrl-C, and so would the processes that tests start
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU, PyCUDA and nvcc")
     config.addinivalue_line("markers", "gpu_alone: a GPU's test that takes or counts its whole memory: tests of other processes wait")
     config.addinivalue_line("markers", "pairs: of all combinations of a test's parameters as many run as have every pair of their values")
+    config.addinivalue_line("markers", "turns: as many run as have every value, by turns with those of the other parameters")
     if HAS_PYCUDA:
         config.pluginmanager.register(_OneGpu)
     if config.getoption("--failures") and not hasattr(config, "workerinput"):
@@ -134,27 +142,30 @@ def pytest_pycollect_makeitem(collector, name, obj):
 
 
 def pytest_collection_modifyitems(config, items):
-    """And those of whose parameters one is a GPU. Of a test with the marker `pairs` those stay that every pair of values needs."""
+    """And those of whose parameters one is a GPU. Of tests with the marker `turns` or `pairs` as few stay as need be."""
     without = [item for item in items if not _why_no_gpu(item)]
     _left_out[0] += len(items) - len(without)
-    alike: dict[tuple, list] = {}
+    groups: dict[tuple, list] = {}
     for item in without if not config.getoption("--all-texts") else ():
-        if item.get_closest_marker("pairs"):
-            alike.setdefault((item.nodeid.partition("[")[0], item.callspec.params.get("device")), []).append(item)
-    dropped = {id(item) for group in alike.values() for item in group} - {id(item) for group in alike.values() for item in _covering(group)}
+        for strength, marker in ((1, "turns"), (2, "pairs")):
+            if item.get_closest_marker(marker):
+                groups.setdefault((strength, item.nodeid.partition("[")[0], item.callspec.params.get("device")), []).append(item)
+    dropped = {id(item) for group in groups.values() for item in group} - {id(item) for (strength, *_), group in groups.items() for item in _covering(group, strength)}
     items[:] = [item for item in without if id(item) not in dropped]
     if hasattr(config, "workeroutput"):
         config.workeroutput["left_out"] = _left_out[0]
 
 
-def _covering(items) -> list:
-    """As few of a test's items as have each pair of values of two parameters, found greedily."""
-    pairs = [set(combinations(enumerate(item.callspec._idlist), 2)) for item in items]
-    wanted, found = set().union(*pairs), []
+def _covering(items, strength: int) -> list:
+    """As few of a test's items as have each value of each parameter, or each pair of values; found greedily, values that are rare first."""
+    sets = [set(combinations(enumerate(item.callspec._idlist), strength)) for item in items]
+    met: Counter = Counter()
+    wanted, found = set().union(*sets), []
     while wanted:
-        best = max(range(len(items)), key=lambda i: len(pairs[i] & wanted))
+        best = max(range(len(items)), key=lambda i: (len(sets[i] & wanted), -sum(met[one] for one in sets[i])))
         found.append(items[best])
-        wanted -= pairs[best]
+        wanted -= sets[best]
+        met.update(sets[best])
     return found
 
 
@@ -272,10 +283,39 @@ def device(request):
     return request.param
 
 
+@pytest.fixture(scope="session")
+def opencl():
+    """The name of OpenCL's device."""
+    why = why_no_opencl()
+    if why:
+        pytest.skip(why)
+    return "opencl"
+
+
+@pytest.fixture
+def command(capsys, monkeypatch):
+    """Run `pycuda-conv` in this process: (exit status, stdout, stderr)."""
+    from pycuda_conv import cli
+
+    for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS"):  # xdist sets COLUMNS
+        monkeypatch.delenv(name, raising=False)
+
+    def run(*arguments):
+        capsys.readouterr()
+        try:
+            status = cli.main([str(a) for a in arguments])
+        except SystemExit as exit:  # argparse leaves by itself, and so do signals
+            status = exit.code
+        return (status, *capsys.readouterr())
+
+    return run
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def where(request):
     """Where torch's tensors lie."""
-    torch = pytest.importorskip("torch")
+    import torch
+
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("torch sees no GPU")
     return request.param

@@ -127,8 +127,11 @@ def check_scenario(case: Case, mode: str, x: np.ndarray, w: np.ndarray, got: np.
 NAN_OF_A_GPU = np.array(0x7FFFFFFF, np.uint32).view("f")[()]
 
 
-def check_not_finite(case: Case | Filter, mode: str, run) -> None:
-    """`run` of arrays with one value that is not finite, in the input or in the filter, against IEEE's arithmetic in float64."""
+def check_not_finite(case: Case | Filter, mode: str, run, each: bool = True) -> None:
+    """`run` of arrays with one value that is not finite, in the input or in the filter, against IEEE's arithmetic in float64.
+
+    `each`: each value at several places, else at one.
+    """
     if isinstance(case, Filter):
         return check_met_only(case, mode, run)
     x, w, b = case.integers(dtype_of(mode), seed=5)
@@ -142,8 +145,8 @@ def check_not_finite(case: Case | Filter, mode: str, run) -> None:
         (1, (min(2, len(w) - 1), min(1, w.shape[1] - 1), *middle)),
         (1, (0,) * w.ndim),
     )
-    for value, some in ((np.nan, places[::2]), (NAN_OF_A_GPU, places), (np.inf, places[::2]), (-np.inf, places[1::2])):
-        for which, at in some:
+    for value, some in ((np.nan, places[::2]), (NAN_OF_A_GPU, places[::-1]), (np.inf, places[::2][::-1]), (-np.inf, places[1::2])):
+        for which, at in some if each else some[:1]:
             given = [x.copy(), w.copy()]
             given[which][at] = value
             with np.errstate(invalid="ignore"):

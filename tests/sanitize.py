@@ -88,14 +88,14 @@ def batch_norm(pixels: Pixels) -> bool:
     device, each = get_device("cuda"), "float64" if pixels.dtype == "float64" else "float32"
     array = np.random.default_rng(0).standard_normal((pixels.N, pixels.K, pixels.plane)).astype(pixels.dtype)
     ones, count, sums = np.ones(pixels.K, each), np.array([3]), np.ones(2 * pixels.K, each)
-    some = np.ones(pixels.K, pixels.dtype)
+    some, mask = np.ones(pixels.K, pixels.dtype), np.full(pixels.items, 255, np.uint8)
     channels, finish = (ones,) * 4, ("relu",)
     good = True
     for maker, options, inputs, outs in (
         (normalising.statistics, (1e-5, 0.1), (array, count), (*channels, count.copy())), (normalising.channel_sums, (), (array,), (some,)),
-        (normalising.forward, finish, (array, *channels, None), (array,)), (normalising.forward, (*finish, True), (array, *channels, array), (array,)),
+        (normalising.forward, finish, (array, *channels, None), (array, None)), (normalising.forward, (*finish, True), (array, *channels, array), (array, mask.copy())),
         (normalising.backward, (*finish, True), (array, array, *channels, None), (array, sums, None)),
-        (normalising.backward, (*finish, True, True), (array, array, *channels, array), (array, sums, array)),
+        (normalising.backward, (*finish, True, True), (array, array, *channels, mask), (array, sums, array)),
     ):  # fmt: skip
         launch, workspace = normalising.compiled(maker, pixels, device, *options)
         good &= with_buffers(launch, inputs, outs, workspace)

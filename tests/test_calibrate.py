@@ -45,8 +45,8 @@ def test_factors_are_found_and_choices_follow():
 def test_few_timings_change_little():
     problem = ConvProblem.forward(2, (8, 64, 56, 56), (64, 64, 3, 3))
     config = engines.choose(problem, DEVICE)
-    one = calibration.fit([("an engine", problem, config, 2.0)])
-    many = calibration.fit([("an engine", ConvProblem.forward(2, (n, 64, 56, 56), (64, 64, 3, 3)), config, 2.0) for n in range(1, 60)])
+    one = calibrate.fit([("an engine", problem, config, 2.0)])
+    many = calibrate.fit([("an engine", ConvProblem.forward(2, (n, 64, 56, 56), (64, 64, 3, 3)), config, 2.0) for n in range(1, 60)])
     kind = calibration.kinds("an engine", problem)[-1]
     assert 1 < one["an engine"] < 1.2 and one[kind] < 2 and 1.8 < many["an engine"] < many[kind] <= 2.0
 
@@ -54,9 +54,9 @@ def test_few_timings_change_little():
 def test_files(tmp_path, monkeypatch):
     timings = timed({"hopper.gemm": 1.5})
     made = calibrate._named(DEVICE, calibrate.fitted(timings, DEVICE), driver="1.2", date="2026-11-29", command="c", timings=calibrate.as_json(timings))
-    text = calibration.text(made)
+    text = calibrate.text(made)
     again = calibration.parsed(text)
-    assert calibration.text(again) == text and again.factors == made.factors and again.capability == (9, 0)
+    assert calibrate.text(again) == text and again.factors == made.factors and again.capability == (9, 0)
     back = calibrate.from_json(json.loads(text)["timings"])
     assert back == [(problem, config, round(us, 3)) for problem, config, us in timings]
     problem = json.loads(text)["timings"][0][0]
@@ -117,7 +117,8 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert f"{len(rows)} choices within 10%" in capsys.readouterr().out.replace("\n", " ")
     assert main(["calibrate", "--fit", "--merge", str(file), "--output", str(both)]) == 0
     one, other = (calibration.parsed(path.read_text()) for path in (file, both))
-    assert one.factors == other.factors and one.driver == "1.2" and one.command == "pycuda-conv calibrate --seed 3" and len(one.timings) == len(rows)
+    assert one.factors == other.factors and one.driver == "1.2"
+    assert one.command == "pycuda-conv calibrate --seed 3" and len(one.timings) == len(rows)
     assert main(["calibrate", "--fit", "--merge", str(tmp_path / "none.json")]) == 2
     assert "can't be merged" in capsys.readouterr().err
 

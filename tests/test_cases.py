@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import reference
 import simt
-from alike import check_compiled, check_epilogue, check_moments, check_refused_on, check_steps, like_h200, random_problems
+from alike import check_compiled, check_epilogue, check_moments, check_refused_on, check_steps, like_h200, paired, random_problems
 from filters import check_precise
 from modes import H200, allowed, asked, dtype_of
 from on_gpu import Arrays, check_on_gpu, plans_of
@@ -106,19 +106,16 @@ def test_the_runs_have_every_value_of_every_define(of):
 @simulated
 @pytest.mark.parametrize(("of", "run"), each("runs"))
 def test_the_text_computes_the_convolution(of, run):
-    """Integers exactly; by turns with a kept filter and with one whose channels are last. Random data in each second run, of 16 bits in each third."""
+    """Integers exactly: by turns with a filter as it comes, a kept one, and one whose channels are last. Random data in each second run, of 16 bits in each third."""
     case, mode, config = run
     problem, number, arrays = asked(case, mode), of.runs.index(run), case.integers(dtype_of(mode))
-    program, ref = of.engine.schedule(problem.launched, config, H200), case.reference(*arrays)
-    assert_exact(simt.computed(problem, config, *arrays, seeds=(1,)), ref, config)
-    ways = [{"kept": True}] * bool(program.filter_bytes) + [{"filter_last": True}] * bool(program.filter_last)
-    for way in ways[number % len(ways) :][:1] if ways else ():
-        assert_exact(simt.computed(problem, config, *arrays, seeds=(2,), **way), ref, config)
-    if number % (2 if dtype_of(mode) == "float32" else 3):
-        return
-    arrays = case.normals(dtype_of(mode), seed=1)
-    ref = case.reference(*arrays)
-    assert_close(simt.computed(problem, config, *arrays, seeds=(3,)), ref, allowed(case, mode, arrays, ref), config)
+    program = of.engine.schedule(problem.launched, config, H200)
+    ways = [{}, *[{"kept": True}] * bool(program.filter_bytes), *[{"filter_last": True}] * bool(program.filter_last)]
+    assert_exact(simt.computed(problem, config, *arrays, seeds=(1,), **ways[number % len(ways)]), case.reference(*arrays), config)
+    if number % (2 if dtype_of(mode) == "float32" else 3) == 0:
+        arrays = case.normals(dtype_of(mode), seed=1)
+        ref = case.reference(*arrays)
+        assert_close(simt.computed(problem, config, *arrays, seeds=(3,)), ref, allowed(case, mode, arrays, ref), config)
 
 
 @simulated
@@ -202,7 +199,7 @@ def test_a_wrong_argument_is_noticed(of, run, name, monkeypatch):
 @pytest.mark.parametrize(("of", "run"), each("not_finite"))
 def test_what_is_not_finite_reaches_its_own_results_only(of, run):
     case, mode, config = run
-    check_not_finite(case, mode, lambda *arrays: simt.computed(asked(case, mode), config, *arrays, seeds=(1,)))
+    check_not_finite(case, mode, lambda *arrays: simt.computed(asked(case, mode), config, *arrays, seeds=(1,)), each=False)
 
 
 @simulated
@@ -320,13 +317,14 @@ def test_devices_that_have_it_and_others(of):
     ("of", "architecture"), [pytest.param(of, one, id=f"{of}-{one}") for of in EVERY if of.layers for one in of.layers.architectures]
 )
 def test_choices_are_legal_and_their_texts_listed(of, architecture):
-    """Of random layers: what is chosen is a candidate; candidates are legal, have a time, and one's launches are listed."""
+    """Of random layers: what is chosen is a candidate; candidates differ, are legal, have a time, and one's launches are listed."""
     device, r, met = Target(architecture), random.Random(4), 0
     engine, listed = of.engine, list(of.engine.variants(device))
     files = {family.file for family in listed}
     for problem in random_problems(r, of.layers.families, of.layers.each, of.layers.kinds):
         found, chosen = list(engine.configs(problem, device)), engine.choose(problem, device)
         assert (chosen is None) == (not found) and (chosen is None or chosen[1] in found), problem
+        assert len(found) == len(set(found)), problem
         if not found:
             continue
         met += 1
@@ -370,14 +368,19 @@ def test_texts_compile_and_spill_no_more_than_is_known(of):
 # ---- on a GPU
 
 
+def on_gpu(of: cases.Cases) -> list[cases.Run]:
+    """An engine's runs there: with --all-texts all."""
+    return list(of.gpu) if reference.all_texts else paired(of.gpu)
+
+
 @cache
 def plans(name: str) -> dict:
-    """The plans of an engine's runs."""
-    return plans_of(name, named(name).gpu)
+    """Their plans."""
+    return plans_of(name, on_gpu(named(name)))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("of", "run"), each("gpu"))
+@pytest.mark.parametrize(("of", "run"), [pytest.param(of, run, id=f"{of}-{word_of(run)}") for of in EVERY for run in on_gpu(of)])
 def test_on_the_gpu(torch, of, run):
     check_on_gpu(torch, plans(of.name)[str(run)], *run[:2])
 

@@ -59,7 +59,7 @@ def test_the_files_are_short(page):
 def tree(page: str, folder: Path) -> dict[str, str]:
     """A copy of the tree with the page's files; the environment in which it runs."""
     for part in ("cu", "pycuda_conv", "tests"):
-        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__", "data"))
+        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("data"))  # with what Python has compiled
     for name in ("setup.cfg", "pyproject.toml"):
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, folder)

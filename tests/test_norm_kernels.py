@@ -9,6 +9,7 @@ import ml_dtypes  # noqa: F401  # it tells numpy of bfloat16
 import numpy as np
 import pytest
 import simt
+import torch
 
 from pycuda_conv.engines.nn import norm as engine
 from pycuda_conv.engines.nn.norm import PLANES, ROWS, SLICED_ROWS, SMALL, Norm
@@ -63,6 +64,8 @@ CASES = [
     (Norm("bfloat16", "NCHW", 5, 1536, 1, 1, rms=True, wide=(True, False)), ROWS), (Norm("float32", "NCHW", 1, 6, 1000, 2), ROWS),
     (Norm("float32", "NCHW", 1, 3, 7, 3), ROWS), (Norm("bfloat16", "NCHW", 19, 96, 1, 1, eps=1e-26, rms=2, activation="silu"), ROWS),
     (Norm("float32", "NCHW", 7, 40, 1, 1, eps=1.1, rms=2), ROWS),
+    # more rows than blocks take at once
+    (Norm("bfloat16", "NCHW", 1700, 96, 1, 1, rms=2), ROWS), (Norm("float16", "NCHW", 60, 1536, 1, 1, rms=True), ROWS), (Norm("float32", "NCHW", 70, 640, 1, 1), ROWS),
     (Norm("float16", "NCHW", 2, 32, 1000, 4, activation="silu"), SLICED_ROWS), (Norm("float32", "NCHW", 1, 6, 3001, 3), SLICED_ROWS),
     (Norm("bfloat16", "NCHW", 2, 3000, 1, 1, activation="gelu"), SLICED_ROWS),
 ]  # fmt: skip
@@ -114,7 +117,6 @@ def test_an_image_has_the_same_bits_alone(norm, form):
 
 def exact_gradients(norm, x, gamma, beta, dout):
     """dx, gamma's and beta's gradient in float64."""
-    torch = pytest.importorskip("torch")
     of = [torch.from_numpy(one.astype(np.float64)).requires_grad_() for one in (x, gamma, beta)]
     rows = of[0].reshape(norm.N, norm.groups, -1)
     mean = torch.zeros(()) if norm.rms else rows.mean(2, keepdim=True)

@@ -19,7 +19,6 @@ from pycuda_conv.elements import DTYPE_BYTES
 from pycuda_conv.engines import geometry, registry
 from pycuda_conv.engines.geometry import Phase
 from pycuda_conv.engines.hopper import gemm as hopper_gemm
-from pycuda_conv.engines.hopper import gemm_tiles
 from pycuda_conv.engines.schedule import shared_limit
 from pycuda_conv.plan import Plan
 from pycuda_conv.repeat import RepeatTable
@@ -72,6 +71,7 @@ def test_a_share_of_a_gpu_may_be_smaller_than_a_cluster(multiprocessors, hopper)
     assert all(registry.candidates(problem, hopper) for problem in PROBLEMS)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("architecture", ["sm_75", "sm_80", "sm_90a"])
 @pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
 @pytest.mark.parametrize(("n", "c"), [(0, 16), (2, 0)])
@@ -150,7 +150,7 @@ def test_rings_are_as_deep_as_shared_memory_allows(hopper):
     checked = 0
     for problem in PROBLEMS:
         for config in hopper_gemm.configs(problem.launched, hopper):
-            depths = gemm_tiles.depths_of(config)
+            depths = config.depths
             assert hopper_gemm.refusal(problem.launched, config) is None
             for stages in (n for n in depths if n > config.STAGES):
                 assert hopper_gemm.refusal(problem.launched, replace(config, STAGES=stages)) is not None, (problem, config)

@@ -94,8 +94,10 @@ def launched(made, *arrays):
 
 
 @pytest.mark.parametrize("redone", [False, True], ids=["", "results were computed again"])
-def test_statistics_of_moments_that_a_convolution_noted(redone):
+@pytest.mark.parametrize("many", [1, 1000], ids=["by clusters", "by blocks"])
+def test_statistics_of_moments_that_a_convolution_noted(redone, many, monkeypatch):
     """The launch that adds them, and counts the batch; or that reads the results."""
+    monkeypatch.setattr(batch_norm, "MANY_SLICES", many)
     pixels, per = batch_norm.Pixels("bfloat16", "NHWC", 3, 24, 50), 64
     given = (np.random.default_rng(0).standard_normal((pixels.N * pixels.plane, pixels.K)) + 1).astype(pixels.dtype)
     y = given.astype(float)
@@ -111,6 +113,11 @@ def test_statistics_of_moments_that_a_convolution_noted(redone):
     assert_close(buffers[2].view("f"), y.mean(0), np.full(pixels.K, 1e-6))
     invstd = 1 / np.sqrt(y.var(0) + 1e-5)
     assert_close(buffers[3].view("f"), invstd, 1e-5 * invstd)
+
+
+def mask_of(out, pixels):
+    """Where a result is above 0: of each item's numbers a bit."""
+    return np.packbits((out.astype("f") > 0).reshape(-1, pixels.item), axis=1, bitorder="little").ravel()
 
 
 @pytest.mark.parametrize("pixels", PIXELS, ids=str)
@@ -132,13 +139,15 @@ def test_batch_norm_with_a_residual(pixels, monkeypatch):
     number = PIXELS.index(pixels)
     for added in (None, residual)[number % 2 :: 2]:  # by turns
         expected = out if added is not None else np.maximum(xhat * wide(gamma) + wide(beta), 0)
-        got = launched(batch_norm.forward(pixels, 3, "relu", added is not None), y, *of_channel, added, y.nbytes)[6].view(y.dtype).reshape(y.shape)
+        *_, got, mask, _ = launched(batch_norm.forward(pixels, 3, "relu", added is not None), y, *of_channel, added, y.nbytes, None if added is None else pixels.items)
+        got = got.view(y.dtype).reshape(y.shape)
         assert_close(got, expected, EPS[pixels.dtype] * np.abs(expected) + 1e-5)
+        assert added is None or np.array_equal(mask, mask_of(got, pixels))
     rounded = out.astype(pixels.dtype)
     for summed, mask in ((True, rounded > 0), (False, xhat * wide(gamma) + wide(beta) > 0))[number // 2 % 2 :: 2]:
         dout[np.abs(xhat * wide(gamma) + wide(beta)) < 1e-4] = 0
         g = dout.astype("d") * mask
-        given = (rounded, y.nbytes, 8 * pixels.K, y.nbytes) if summed else (None, y.nbytes, 8 * pixels.K, None)
+        given = (mask_of(rounded, pixels), y.nbytes, 8 * pixels.K, y.nbytes) if summed else (None, y.nbytes, 8 * pixels.K, None)
         *_, dy, sums, masked, _ = launched(batch_norm.backward(pixels, 3, "relu", True, summed), y, dout, *of_channel, *given)
         dbeta, dgamma = g.sum(axes), (g * xhat).sum(axes)
         assert_close(sums.view("f").reshape(2, -1), np.stack((dbeta, dgamma)), np.full((2, pixels.K), 1e-3))
@@ -161,12 +170,12 @@ def test_a_batch_norm_by_one_launch(pixels, monkeypatch):
     each, running = 4 * pixels.K, rng.uniform(0.5, 2, (2, pixels.K)).astype("f")
     tracked, added = (np.array([3]), residual) if number % 2 else (None, None)
     apart = launched(batch_norm.statistics(pixels, 3, 1e-5, 0.1), y, tracked, each, each, *running.copy(), np.array([41]))
-    out = launched(batch_norm.forward(pixels, 3, "relu", added is not None), y, *apart[2:4], gamma, beta, added, y.nbytes)[6]
+    out = launched(batch_norm.forward(pixels, 3, "relu", added is not None), y, *apart[2:4], gamma, beta, added, y.nbytes, None if added is None else pixels.items)[6:8]
     whole = batch_norm.whole_forward(pixels, 3, 1e-5, 0.1, "relu", added is not None)
-    together = launched(whole, y, tracked, gamma, beta, added, each, each, *running.copy(), np.array([41]), y.nbytes)
-    assert all(map(np.array_equal, together[5:10], apart[2:7])) and np.array_equal(together[10], out)
+    together = launched(whole, y, tracked, gamma, beta, added, each, each, *running.copy(), np.array([41]), y.nbytes, None if added is None else pixels.items)
+    assert all(map(np.array_equal, together[5:10], apart[2:7])) and all(map(np.array_equal, together[10:12], out))
     summed = number == 1
-    given = y, residual, *running, gamma, beta, *((out, y.nbytes, 2 * each, y.nbytes) if summed else (None, y.nbytes, 2 * each, None))
+    given = y, residual, *running, gamma, beta, *((out[1], y.nbytes, 2 * each, y.nbytes) if summed else (None, y.nbytes, 2 * each, None))
     together = launched(batch_norm.backward(pixels, 3, "relu", True, summed), *given)
     monkeypatch.setattr(batch_norm, "MOST_WHOLE", 0)
     apart = launched(batch_norm.backward(pixels, 3, "relu", True, summed), *given)

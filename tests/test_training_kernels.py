@@ -8,12 +8,12 @@ import ml_dtypes  # noqa: F401  # it tells numpy of bfloat16
 import numpy as np
 import pytest
 import simt
+import torch
 
 from pycuda_conv.engines.nn import batch_norm
 from pycuda_conv.engines.nn.batch_norm import Pixels
 
 pytestmark = pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
-torch = pytest.importorskip("torch")
 F = torch.nn.functional
 
 MULTIPROCESSORS = 2
@@ -53,7 +53,7 @@ def test_passes_behind_a_convolution(activation, dtype, shape):
     y, dout = ((rng.standard_normal((n, plane, k)) * s + m).astype(dtype) for s, m in ((1, 1), (1, 0)))
     gamma, beta = (rng.standard_normal(k).astype("f") * s for s in (5, 1))
     mean, invstd, sums = rng.standard_normal(k).astype("f"), rng.uniform(0.5, 1.5, k).astype("f"), np.zeros((2, k), "f")
-    (out,) = launched(batch_norm.forward, pixels, (y, mean, invstd, gamma, beta, None), (y,), activation)
+    out, _ = launched(batch_norm.forward, pixels, (y, mean, invstd, gamma, beta, None), (y, None), activation)
     dy, sums, _ = launched(batch_norm.backward, pixels, (y, dout, mean, invstd, gamma, beta, None), (y, sums, None), activation, True)
 
     wide = [torch.from_numpy(one.astype(np.float64))[:, None] for one in (mean, invstd, gamma, beta)]

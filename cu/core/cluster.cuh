@@ -29,6 +29,10 @@ DEVICE uint2 load_two_of_rank(uint32_t address, int rank) {
   asm volatile("ld.shared::cluster.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(there) : "memory");
   return v;
 }
+DEVICE double double_of_rank(uint32_t address, int rank) {
+  const uint2 v = load_two_of_rank(address, rank);
+  return *(const double*)&v;
+}
 // four floats of block `rank`'s shared memory, at the same offset as `address` in one's own
 DEVICE float4 load_of_rank(uint32_t address, int rank) {
   float4 v;

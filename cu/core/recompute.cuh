@@ -11,6 +11,7 @@
 #include "core/near_border.cuh"
 
 constexpr int MENDED = 16;    // channels
+constexpr int AT_ONCE = 4;    // summands whose loads of x are under way together
 constexpr int SUSPECTS = 24;  // with more suspects it is quicker to compute all results again
 
 // How x and w lie, and where a convolution, or each phase of dgrad, reads x: pixel (o, p, q) of y and tap t of an axis read x at
@@ -42,7 +43,7 @@ struct RecomputeFinish {
       : has_bias(of.has_bias), has_scale(of.has_scale), has_residual(of.has_residual), activation(of.activation), slope(of.slope) {}
 };
 
-// A summand's channel and tap; next() goes through the taps first, along s first.
+// A summand's channel and tap; next() goes through the taps first, along s first, then some channels further.
 struct Summand {
   int c, t, r, s;
   DEVICE void next(const RecomputePhase& phase, int channels) {
@@ -102,13 +103,16 @@ DEVICE bool recompute_fp32(const Shape& shape, const RecomputeFinish& what, cons
   const int d0 = slice.quotient * (int)arrays.stride_d - (int)phase.pad_d, h0 = row.quotient * (int)arrays.stride_h - (int)phase.pad_h;
   const int w0 = row.rest * (int)arrays.stride_w - (int)phase.pad_w;
   // what a summand multiplies: x for pixel (d, h, v) of image n, or what stands outside of it, ...
-  auto x_at = [&](int n, int d, int h, int v, const Summand& at) {
+  auto from_x = [&](int n, int d, int h, int v, const Summand& at) -> const float* {  // null where zeros stand
     d = near_pixel(d + at.t * (int)arrays.dilation_d, (int)arrays.d, arrays.side_d, arrays.last_side_d);
     h = near_pixel(h + at.r * (int)arrays.dilation_h, (int)arrays.h, arrays.side_h, arrays.last_side_h);
     v = near_pixel(v + at.s * (int)arrays.dilation_w, (int)arrays.w, arrays.side_w, arrays.last_side_w);
-    const bool inside = (d | h | v) >= 0;
     const long long pixel = ((long long)d * (int)arrays.h + h) * (int)arrays.w + v;
-    return inside ? of.x[n * arrays.x_image + group * arrays.x_group + at.c * arrays.x_channel + pixel * arrays.x_pixel] : 0.f;
+    return (d | h | v) < 0 ? nullptr : of.x + (n * arrays.x_image + group * arrays.x_group + at.c * arrays.x_channel + pixel * arrays.x_pixel);
+  };
+  auto x_at = [&](int n, int d, int h, int v, const Summand& at) {
+    const float* const from = from_x(n, d, h, v, at);
+    return from ? *from : 0.f;
   };
   // ... and w, for channel m0 + i of y
   auto w_at = [&](int i, const Summand& at) {
@@ -153,15 +157,28 @@ DEVICE bool recompute_fp32(const Shape& shape, const RecomputeFinish& what, cons
     any = __any_sync(~0u, small & some);
   }
   if (!any) return false;
+  // tap by tap, over the channels: what a tap reads lies at one pixel, so that loads of several channels are under way
   float sum[MENDED] = {};
-#pragma unroll 1
-  for (Summand at = {}; at.c < channels; at.next(phase, 1)) {
-    const float b = x_at(image, d0, h0, w0, at);
-    const float* a = w_at(0, at);
+  int apart[MENDED];  // of w, from channel m0 on
 #pragma unroll
-    for (int i = 0; i < MENDED; ++i) {
-      sum[i] = fmaf(*a, b, sum[i]);
-      if (i + 1 < count) a += arrays.w_m;  // else there is no next channel
+  for (int i = 0; i < MENDED; ++i) apart[i] = min(i, count - 1) * (int)arrays.w_m;
+  const int taps = channels ? gemm_k / channels : 0;
+  Summand at = {};
+#pragma unroll 1
+  for (int tap = 0; tap < taps; ++tap, at.next(phase, 0)) {
+    const float *a = w_at(0, at), *const b = from_x(image, d0, h0, w0, at);
+#pragma unroll 1
+    for (int c = 0; c < channels; c += AT_ONCE) {
+      float v[AT_ONCE];
+#pragma unroll
+      for (int e = 0; e < AT_ONCE; ++e) v[e] = b && c + e < channels ? b[(c + e) * arrays.x_channel] : 0.f;
+#pragma unroll
+      for (int e = 0; e < AT_ONCE; ++e) {
+        if (c + e >= channels) break;
+#pragma unroll
+        for (int i = 0; i < MENDED; ++i) sum[i] = fmaf(a[apart[i]], v[e], sum[i]);
+        a += arrays.w_c;
+      }
     }
   }
   float kept[MENDED];  // in local memory, so that the loop below need not be unrolled

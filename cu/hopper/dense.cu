@@ -11,8 +11,9 @@
 // Shared   a ring of STAGES stages (ring.cuh), 128 bytes of k each: rows of BLOCK_M pixels of x, swizzled, then BLOCK_N rows of w. Behind it lie
 //          the warps' moments, and for each warp a tile of 16 pixels x 32 channels of sums, pitch 40 floats. From that tile a warp writes rows of
 //          y if a pixel of y is no multiple of 16 bytes. Otherwise lanes exchange words of their sums, and each writes 16 bytes of a pixel.
-// x        TMA's im2col mode: one load fetches BLOCK_M consecutive output pixels, shifted by a tap, across rows and images; padding, and what
-//          lies past the last image or channel, arrives as zeros.
+// x        A tile's pixels are a box of columns, rows, slices and images, and a load is that box of x, shifted by a tap, every stride-th pixel of it. Pixels of a 1x1
+//          filter without a stride are a box of one row. Where runs of y are stored or moments are noted, they are BLOCK_M consecutive pixels across rows and
+//          images, by TMA's im2col mode, which takes longer. Padding, and what lies past the last image or channel, arrives as zeros.
 // Tails    TMA takes longer for rows that it has to fill up. So in texts that know their layer, a tap's last stage has rows of 64 or 32 bytes if its
 //          channels fill no more, and only these are multiplied. In other texts all rows are 128 bytes.
 // Groups   a tile's channels lie in one group, and its stages are whole rows of the group's channels.
@@ -57,13 +58,17 @@ struct DensePhase : LoadedPixels, WrittenPixels, WalkedTaps, Finishing {
   long long group_rows, by_group_rows, group_channels;        // output channels of a group, and the channels of x over which they sum
   long long numbers_d, numbers_h, numbers_w;                  // with BORDERED: each tap's number in w, and its offset in x: bytes
   long long offsets_d, offsets_h, offsets_w;
-  long long pixels, spatial_dims;                             // pixels of the phase; spatial axes of the loads
+  long long pixels, spatial_dims;                             // pixels of the phase, of whole boxes; spatial axes of the loads
+  long long box_w, by_box_w, box_h, by_box_h, box_d, by_box_d, box_n;  // a box's columns, rows, slices, images; no images: tiles are neighbouring pixels
+  long long boxes_w, by_boxes_w, boxes_h, by_boxes_h, boxes_d, by_boxes_d;  // boxes along each axis
+  long long depth, height, images;                            // slices and rows of an image of the phase, and images
   long long store_mode;                                       // how channels of y are written: StoreMode
   long long with_moments;                                     // whether moments are written, where EMIT_MOMENTS
 };
 typedef DensePhase Phase;
 #define EMIT_MOMENTS (CLUSTER == 1 && PHASES == 1 && !W_MN_MAJOR && BLOCK_N <= 192)  // the text can emit moments: forward, of whole sums
 #define TAILS  // channel_blocks and last_steps say where a tap ends
+#include "hopper/boxes.cuh"
 #include "hopper/pixel_tiles.cuh"
 #if BORDERED
 #define TAP_OFFSET(n, axis) ((int)(shape.offsets_##axis >> 8 * (n)) & 255)
@@ -97,6 +102,8 @@ DEVICE void produce(const Sources& sources, const Shapes& shapes, const Ring& ri
     // Loads the stages [first, last) of a source.
     auto load = [&](const Source& source, const DensePhase& from, int first, int last) {
       const LoadBase base(from, of.pixel);
+      const InBox box(from, of.pixel);
+      const int pixels = boxed(from) ? InBox::count(from) : BLOCK_M;
       Taps walk(from, first, taps_apart(shapes, of));
       const int channel_blocks = (int)from.channel_blocks, spatial_dims = (int)from.spatial_dims;
       fill_stages(ring, at, first, last, [&](int, uint32_t a, uint32_t arrived) {
@@ -106,9 +113,11 @@ DEVICE void produce(const Sources& sources, const Shapes& shapes, const Ring& ri
         const CUtensorMap *const map_x = (whole ? source.of : source.last) + of.phase, *const map_w = whole ? &source.whole_filter : &source.last_filter;
         const int filter_bytes = W_MN_MAJOR ? filter_blocks * (MN_BLOCK * span / 128) : min(BLOCK_N, (int)shape.rows) * span;
         const uint32_t filter_arrived = TURNED ? raw + 8 * at.stage : arrived;
-        barrier_expect(arrived, BLOCK_M * span + (TURNED ? 0 : filter_bytes));
+        barrier_expect(arrived, pixels * span + (TURNED ? 0 : filter_bytes));
         if (TURNED) barrier_expect(filter_arrived, filter_bytes);
-        load_im2col(spatial_dims, a, map_x, arrived, of_group + walk.c * BLOCK_K, base, walk.x_s, walk.x_r, walk.x_t);
+        const int c = of_group + walk.c * BLOCK_K;
+        if (boxed(from)) box.load(from, a, map_x, arrived, c, walk.x_s, walk.x_r, walk.x_t);
+        else load_im2col(spatial_dims, a, map_x, arrived, c, base, walk.x_s, walk.x_r, walk.x_t);
         if constexpr (W_MN_MAJOR) {
 #pragma unroll
           for (int block = 0; block < MN_BLOCKS; ++block)

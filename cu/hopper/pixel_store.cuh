@@ -12,6 +12,9 @@ struct Result {
 // The pixel of y that pixel `pixel` of the phase is; -1 past the end.
 DEVICE int place_of(const Phase& shape, int pixel) {
   if (pixel >= (int)shape.pixels) return -1;
+#ifdef BOXES
+  if (boxed(shape)) return InBox(shape, pixel).place(shape);
+#endif
   const Divided of_image(pixel, shape.plane, shape.by_plane);
   return of_image.quotient * (int)shape.out_size + plane_offset<false>(shape, of_image.rest);
 }
@@ -73,7 +76,7 @@ DEVICE void store_run(const float* staging, const Phase& shape, int pixel, const
 
 #if EMIT_MOMENTS
 #define IF_MOMENTS(...) __VA_ARGS__  // code that stands only in texts that can emit moments
-// Notes the moments of a chunk: a lane has channel `channel` of its warp's 16 pixels, and one of the consumer's warps combines those of all four.
+// Notes the moments of a chunk, where store_runs() does not: a lane has channel `channel` of its warp's 16 pixels, and one of the consumer's warps combines those of all four.
 // `staged_moments` is [warp][mean, squares][channel], and another one for each second chunk, so that one barrier a chunk is enough.
 DEVICE void emit_moments(const float* staging, const Phase& shape, const Tile& of, int chunk, int channel, float* staged_moments, const Result& result) {
   const int consumer = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, pixel = of.pixel + 64 * consumer;
@@ -175,11 +178,57 @@ struct Early {
   }
 };
 
+// The sum of values, and that of their squared deviations from the mean.
+struct Spread {
+  float sum, squares;
+  // of two sets of `each` values together
+  template <int each> static DEVICE Spread of(const Spread& a, const Spread& b) {
+    const float apart = a.sum - b.sum;
+    return {a.sum + b.sum, fmaf(apart * (0.5f / each), apart, a.squares + b.squares)};
+  }
+};
+// Two lanes whose numbers differ in the bit `beside` combine `count` channels, of `each` values in a lane. The lower one keeps the first half of them.
+template <int count, int each, int beside> DEVICE void combine_lanes(Spread* own) {
+  const bool upper = threadIdx.x & beside;
+#pragma unroll
+  for (int i = 0; i < (count + 1) / 2; ++i) {
+    const Spread kept = upper ? own[i + count / 2] : own[i], given = upper ? own[i] : own[i + count / 2];
+    own[i] = Spread::of<each>(kept, {__shfl_xor_sync(~0u, given.sum, beside), __shfl_xor_sync(~0u, given.squares, beside)});
+  }
+}
+// Of a warp's 16 pixels of a group of columns, rows that have not been turned yet, each lane finds the spread of one channel.
+DEVICE void note_spreads(const Run (&rows)[2], Spread* spreads) {
+  constexpr int OWN = 2 * EIGHTS;
+  Spread own[OWN];
+#pragma unroll
+  for (int i = 0; i < OWN; ++i)
+    own[i] = Spread::of<1>({to_float(((const data_t*)rows[0].words)[i]), 0}, {to_float(((const data_t*)rows[1].words)[i]), 0});
+  combine_lanes<OWN, 2, 16>(own);
+  combine_lanes<OWN / 2, 4, 8>(own);
+  combine_lanes<OWN / 4, 8, 4>(own);
+  const int lane = threadIdx.x % 32;
+  spreads[lane % 4 * 2 + (EIGHTS == 4 ? lane / 8 * 8 + lane / 4 % 2 : lane / 16 * 8 + lane / 8 % 2)] = own[0];
+}
+// Writes the moments of a slice all of whose pixels exist. Each warp has noted its pixels' spreads in its staging tile.
+DEVICE void emit_spreads(const float* staging, const Phase& shape, const Tile& of, const Result& to) {
+  const int consumer = threadIdx.x / 128;
+  named_barrier(1 + consumer, 128);
+  for (int column = threadIdx.x % 128; column < min(BLOCK_N, (int)shape.rows - of.channel); column += 128) {
+    auto noted = [&](int warp) { return ((const Spread*)(staging + (warp - (int)threadIdx.x / 32 % 4) * (16 * PITCH)))[column]; };
+    const Spread all = Spread::of<32>(Spread::of<16>(noted(0), noted(1)), Spread::of<16>(noted(2), noted(3)));
+    float* const at = to.moments + (long long)(of.pixel / 64 + consumer) * 2 * shape.rows + of.channel + column;
+    at[0] = all.sum / 64;
+    at[shape.rows] = all.squares;
+  }
+  named_barrier(1 + consumer, 128);  // the staging tiles may be written again
+}
+
 // Stores a consumer's sums of a tile from registers, where 16 bytes of y belong to one pixel. `plain`: without an epilogue. `of_channels` has
-// scale and bias of two neighbouring channels in each element, from the tile's first on. `early` has the residual's first groups.
+// scale and bias of two neighbouring channels in each element, from the tile's first on. `early` has the residual's first groups. `spreads`: what is
+// stored leaves its spreads there, for emit_spreads().
 template <bool plain>
 DEVICE void store_runs(const float (&sum)[BLOCK_N / 2], const Phase& shape, const Tile& of, const float4* of_channels, [[maybe_unused]] Early& early,
-                       const Result& to) {
+                       [[maybe_unused]] Spread* spreads, const Result& to) {
   constexpr int AT_ONCE = BLOCK_N > 192 ? 2 : 2 * EIGHTS;  // as many as registers hold
   static_assert(BLOCK_N % GROUP == 0, "runs of 16 bytes");
   const bool added_to = !plain && MAY_ADD && has_residual(shape);
@@ -227,6 +276,7 @@ DEVICE void store_runs(const float (&sum)[BLOCK_N / 2], const Phase& shape, cons
 #endif
       }
     });
+    if (EMIT_MOMENTS && plain && spreads) note_spreads(out, spreads + base);
 #pragma unroll
     for (int half = 0; half < 2; ++half) out[half].turn();
 #pragma unroll
@@ -262,9 +312,11 @@ DEVICE void store_sums(const float (&sum)[BLOCK_N / 2], const Phase& shape, cons
                        Early& early, [[maybe_unused]] float* staged_moments, const Result& to) {
   const bool as_runs = (int)shape.store_mode == BYTES_16;
   if (as_runs) {
-    if (stores_plainly(shape)) store_runs<true>(sum, shape, of, (const float4*)staging, early, to);
-    else store_runs<false>(sum, shape, of, (const float4*)staging, early, to);
+    const bool plain = stores_plainly(shape), notes = plain && to.moments && of.pixel + (int)threadIdx.x / 128 * 64 + 64 <= (int)shape.pixels;
+    if (plain) store_runs<true>(sum, shape, of, nullptr, early, notes ? (Spread*)staging : nullptr, to);
+    else store_runs<false>(sum, shape, of, (const float4*)staging, early, nullptr, to);
     if (!EMIT_MOMENTS || !to.moments) return;
+    if (notes) return emit_spreads(staging, shape, of, to);
     staged = -1;
   }
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;

@@ -51,6 +51,11 @@ DEVICE void load_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, int 
                ::"r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
 
+DEVICE void load_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, int x, int y, int z, int w, int v) {
+  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
+               ::"r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v) : "memory");
+}
+
 // im2col mode: the map's number of consecutive output pixels from the base (w, h, d, n) on, each shifted by the tap's offsets
 template <int axes>
 DEVICE void load_im2col(uint32_t to, const CUtensorMap* map, uint32_t barrier, int c, int w, int h, int d, int n, int s, int r, int t) {
@@ -78,7 +83,9 @@ struct LoadBase {
     d = slice.quotient * (int)shape.stride_d + (int)shape.low_d;
   }
 };
+// The same for 1 to 3 axes; with 0 axes all images are one row of pixels, and the load is a box of these.
 DEVICE void load_im2col(int axes, uint32_t to, const CUtensorMap* map, uint32_t barrier, int c, const LoadBase& base, int s, int r, int t) {
+  if (axes == 0) load_box(to, map, barrier, c, base.w, 0);
   if (axes == 1) load_im2col<1>(to, map, barrier, c, base.w, base.h, base.d, base.image, s, r, t);
   if (axes == 2) load_im2col<2>(to, map, barrier, c, base.w, base.h, base.d, base.image, s, r, t);
   if (axes == 3) load_im2col<3>(to, map, barrier, c, base.w, base.h, base.d, base.image, s, r, t);

@@ -6,8 +6,8 @@
 // Nothing is packed: a row that TMA loads is CHANNELS channels of a position, 128 bytes. wgmma takes such 16-bit operands, whose k is not the fastest
 // axis, but not TF32 operands: for those, warps load fragments from the same rows, and TMA rounds float32 on the way.
 //
-// Planes   PLANES: 1x1 filters without stride on 16-bit NCHW arrays as they lie. A row that TMA loads is BLOCK_K pixels of a channel of an image, so
-//          wgmma's operands are K-major. A stage belongs to one image; zeros fill up an image's last stage.
+// Planes   PLANES: 1x1 filters without stride on NCHW arrays as they lie, 16 bits and TF32. A row that TMA loads is BLOCK_K pixels of a channel of an image,
+//          so wgmma's operands are K-major, as it takes them of either type. A stage belongs to one image; zeros fill up an image's last stage.
 //
 // Mapping  block -> a tile of BLOCK_M x BLOCK_N sums over one of `splits` runs of positions.
 //          A block has DOWN x ACROSS consumer warpgroups, each with PRODUCTS x 64 rows of WGMMA_N columns, and behind them one more warp. One thread
@@ -52,19 +52,21 @@ typedef element<TYPE> data_t;
 
 constexpr int CHANNELS = 128 / (int)sizeof(data_t);                                // channels of a block
 constexpr int BLOCK_K = CHANNELS, STEPS = TYPE == 32 ? BLOCK_K / 8 : BLOCK_K / 16;  // positions of a stage; tensor-core steps in one
-#define TALL (TYPE == 32 && BLOCK_M == 128 && BLOCK_N == 128)
+#define LAST (TYPE == 32 && !PLANES)  // float32 with its channels last, which wgmma does not take as it lies
+#define TALL (LAST && BLOCK_M == 128 && BLOCK_N == 128)
 constexpr int ACROSS = BLOCK_N / WGMMA_N, DOWN = BLOCK_M == 256 ? 2 : ACROSS > 1 || TALL ? 1 : BLOCK_M / 64, PRODUCTS = BLOCK_M / 64 / DOWN;
 constexpr bool SHARES = TALL || (BLOCK_M == 64 && BLOCK_N <= 192);  // two blocks fit a multiprocessor
 constexpr int CONSUMERS = DOWN * ACROSS, CONSUMER_THREADS = 128 * CONSUMERS, THREADS = CONSUMER_THREADS + (PRODUCTS == 2 ? 128 : 32);
 constexpr int BLOCK_BYTES = BLOCK_K * 128, STEP_BYTES = PLANES ? 32 : BLOCK_BYTES / STEPS;  // bytes of CHANNELS channels of a stage, and of a step
 constexpr int DY_BLOCKS = BLOCK_M / CHANNELS, X_BLOCKS = BLOCK_N / CHANNELS, STAGE_BYTES = (DY_BLOCKS + X_BLOCKS) * BLOCK_BYTES;
+constexpr int ROWS_64 = 64 * 128;                               // bytes of 64 rows of a product in a stage
 constexpr int BEHIND = STAGES > 2 ? 1 : 0;                      // stages whose products may still run while the next one is waited for
 constexpr int PITCH = BLOCK_N + 8;                              // floats of a row of sums
 constexpr int WARPS = 4 * CONSUMERS;                            // warps that write
 static_assert(BLOCK_M % 64 == 0 && BLOCK_N % WGMMA_N == 0 && WGMMA_N % 64 == 0, "whole warpgroups and blocks of channels");
-static_assert(!PLANES || (TYPE != 32 && !FLIPPED), "16-bit numbers, which are pixels of either");
-static_assert(LIMBS == 1 || (TYPE == 32 && WGMMA_N == 64), "three sums of a result fit the registers");
-static_assert(PRODUCTS <= 2 && CONSUMERS <= 3 && (TYPE != 32 || ACROSS == 1), "as many registers as there are");
+static_assert(!PLANES || !FLIPPED, "pixels of either");
+static_assert(LIMBS == 1 || (LAST && WGMMA_N == 64), "three sums of a result fit the registers");
+static_assert(PRODUCTS <= 2 && CONSUMERS <= 3 && (!LAST || ACROSS == 1), "as many registers as there are");
 
 // by_n is the divisor n, prepared (division.cuh).
 struct WgradNhwcArguments : LoadedPixels {
@@ -156,7 +158,7 @@ DEVICE void produce(const CUtensorMap* map_dy, const CUtensorMap* map_x, const W
 
 #if TALL
 #include "hopper/wgrad_tall.cuh"
-#elif TYPE == 32
+#elif LAST
 #include "hopper/wgrad_fragments.cuh"
 #else
 typedef float Sums[PRODUCTS][WGMMA_N / 2];
@@ -167,8 +169,8 @@ DEVICE void multiply_stages(Sums& sums, const StageRange& range, const Ring& rin
   Ring::Position at;
   multiply_stages<BEHIND>(ring, at, range.first, range.last, sums, [&](uint32_t stage, bool fresh) {
     typedef StageOperand<!PLANES> Operand;
-    const uint32_t x = stage + (DY_BLOCKS + across * (WGMMA_N / 64)) * BLOCK_BYTES;
-    multiply_stage<TYPE, Operand, Operand>(sums, stage + down * PRODUCTS * BLOCK_BYTES, BLOCK_BYTES, x, fresh);
+    const uint32_t x = stage + (DY_BLOCKS + across * (WGMMA_N / CHANNELS)) * BLOCK_BYTES;
+    multiply_stage<TYPE, Operand, Operand>(sums, stage + down * PRODUCTS * ROWS_64, ROWS_64, x, fresh);
   });
   const float lost = lost_in(STEPS * range.count());  // long sums lose more than rounding to 16 bits hides
   each(sums, [&](float& sum) { sum = range.count() > 0 ? with_lost(sum, lost) : 0; });

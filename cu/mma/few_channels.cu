@@ -11,13 +11,14 @@
 // Rows     In fprop row p reads p * stride - pad + r * dilation; in dgrad row (p + pad - r * dilation) / stride, if that is whole.
 //          Rows of y that are `row_phases` apart read rows of x that are `row_step` apart, by the same taps: row j of a phase reads
 //          first + row_step * (rows_apart * j + t), t = 0 ... taps - 1. A block computes rows of one phase.
+// Slices   A slice of y is an image of its own. It adds what the slices of x give by the taps that reach them, one after the other.
 // Columns  A block's columns of x are neighbours; a table says which of them, and which taps, a column of y adds.
 // Mapping  block -> a phase, `chunk` channels of y, and one tile of an image after another. A tile has warps_h * ROWS rows of the phase, tile_q
 //          columns of y, and warps_w * COLUMNS columns of x. warp -> ROWS x COLUMNS sums of all gemm n, in registers, over one of `parts` parts of
 //          the channels of x; warps_w * warps_h * parts is 4. When the sums are added up: thread -> one element of y after another, neighbours in y.
 //          A lane has 16 bytes of neighbours of a step's channels, in rows lane / 4 and lane / 4 + 8 of the matrix, which are columns of x. The
 //          tensor core wants other channels there, but any order will do if the filter has the same.
-// Memory   shared: the filter [t][step][8 of gemm n][lane][16 bytes of channels], as the tensor core takes it; u [gemm n][part][row][column],
+// Memory   shared: the filter [slice][t][step][8 of gemm n][lane][16 bytes of channels], as the tensor core takes it; u [gemm n][part][row][column],
 //          with 4 floats between its planes, so that a warp writes to and reads from all banks; the table of columns.
 // Sums     PRODUCTS = 3: x and w are split into two TF32 numbers each, and three of their products are added. After each step the sum is added to
 //          a float32 sum, because the tensor core truncates its own. Results that are not finite are computed once more, in plain float32.
@@ -53,14 +54,14 @@ struct FewChannelsArguments {
   long long first_w, tile_w;                     // the first column of x of the first tile, and from one tile to the next
   long long gradient;
   long long k, c, by_c, channel_steps;           // channels of y and of x; steps of the latter
-  long long h, w, p, q;                          // sizes of x and y
-  long long taps_r, taps_s, by_taps_s;
-  long long stride_h, stride_w, pad_h, pad_w, dil_h, dil_w;
+  long long d, h, w, o, by_o, p, q;              // sizes of x and y
+  long long taps_t, taps_r, taps_s, by_taps_s;
+  long long stride_d, stride_h, stride_w, pad_d, pad_h, pad_w, dil_d, dil_h, dil_w;
   long long every_h, every_w;                    // dgrad meets every every_h-th tap of a column and every every_w-th of a row
   long long row_phases, rows_apart, row_step;
   long long column_step;                         // columns of x from one tap's to the next; negative in dgrad
   long long w_k, w_c, w_tap;                     // elements of the filter from one k, c and tap to the next
-  long long x_image, x_row, x_pixel, x_channel, y_image, y_pixel, y_channel, channels_last;
+  long long x_image, x_slice, x_row, x_pixel, x_channel, y_image, y_pixel, y_channel, channels_last;
   long long u_at, table_at;                      // offsets in shared memory in bytes
   long long has_bias, has_scale, has_residual, activation, slope;
 };
@@ -75,6 +76,11 @@ struct Taps {
     at = count ? (out + pad - first * dilation) / stride : 0;
   }
 };
+
+// The slice of x that slice `out` of y meets by tap t; there may be none of this number.
+DEVICE int slice_of(const FewChannelsArguments& arg, int out, int t) {
+  return arg.gradient ? out + (int)(arg.pad_d - t * arg.dil_d) : (int)(out * arg.stride_d - arg.pad_d + t * arg.dil_d);
+}
 
 struct Column {
   int from, count;  // offset in u; number of taps
@@ -193,18 +199,19 @@ DEVICE void load(Pixels& to, const FewChannelsArguments& arg, const data_t* firs
 // ---- results that are not finite, computed once more
 
 #if PRODUCTS == 3
-static __device__ __noinline__ float recompute_fp32(const FewChannelsArguments& arg, const data_t* image, const data_t* w, int p, int q) {
+static __device__ __noinline__ float recompute_fp32(const FewChannelsArguments& arg, const data_t* image, const data_t* w, int o, int p, int q) {
   const bool gradient = arg.gradient != 0;
   const int down = gradient ? (int)arg.every_h * (int)arg.dil_h / (int)arg.stride_h : (int)arg.dil_h;
   const Taps rows(gradient, p, arg.taps_r, arg.stride_h, arg.pad_h, arg.dil_h, arg.every_h);
   const Taps columns(gradient, q, arg.taps_s, arg.stride_w, arg.pad_w, arg.dil_w, arg.every_w);
   float sum = 0;
-  for (int r = 0; r < rows.count; ++r)
+  for (int tr = 0; tr < (int)arg.taps_t * rows.count; ++tr)
     for (int s = 0; s < columns.count; ++s) {
+      const int t = tr / rows.count, r = tr - t * rows.count, slice = slice_of(arg, o, t);
       const int row = rows.at + (gradient ? -r : r) * down, column = columns.at + s * (int)arg.column_step;
-      const bool is_there = (unsigned)row < (unsigned)arg.h && (unsigned)column < (unsigned)arg.w;
-      const int tap = (rows.first + r * (int)arg.every_h) * (int)arg.taps_s + columns.first + s * (int)arg.every_w;
-      const data_t *from = image + row * arg.x_row + column * arg.x_pixel, *by = w + tap * arg.w_tap;
+      const bool is_there = (unsigned)slice < (unsigned)arg.d && (unsigned)row < (unsigned)arg.h && (unsigned)column < (unsigned)arg.w;
+      const int tap = (t * (int)arg.taps_r + rows.first + r * (int)arg.every_h) * (int)arg.taps_s + columns.first + s * (int)arg.every_w;
+      const data_t *from = image + slice * arg.x_slice + row * arg.x_row + column * arg.x_pixel, *by = w + tap * arg.w_tap;
       for (int c = 0; c < (int)arg.c; ++c) sum = fmaf(is_there ? to_float(from[c * arg.x_channel]) : 0, to_float(by[c * arg.w_c]), sum);
     }
   return sum;
@@ -235,20 +242,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, PRODUCTS == 1 && WIDE_LOAD
     const Taps columns(gradient, i, arg.taps_s, arg.stride_w, arg.pad_w, arg.dil_w, arg.every_w);
     table[i] = {columns.first * chunk * plane + columns.at - (int)arg.first_w, columns.count};
   }
-  for (int i = threadIdx.x; i < taps * steps * COLUMN_TILES * 32; i += THREADS) dynamic[i] = make_uint4(0, 0, 0, 0);
+  const int slice_taps = taps * steps * COLUMN_TILES * 32;  // words of 16 bytes that the filter has of a slice
+  for (int i = threadIdx.x; i < (int)arg.taps_t * slice_taps; i += THREADS) dynamic[i] = make_uint4(0, 0, 0, 0);
   __syncthreads();
   constexpr int AT_ONCE = PRODUCTS == 3 ? 4 : 8;  // as many as registers hold
 #pragma unroll AT_ONCE
-  for (int i = threadIdx.x; i < taps * chunk * (int)(arg.c * arg.taps_s); i += THREADS) {
+  for (int i = threadIdx.x; i < (int)arg.taps_t * taps * chunk * (int)(arg.c * arg.taps_s); i += THREADS) {
     const Divided of_c(i, arg.taps_s, arg.by_taps_s), of_k(of_c.quotient, arg.c, arg.by_c), of_t(of_k.quotient, arg.chunk, arg.by_chunk);
-    const int s = of_c.rest, c = of_k.rest, kk = of_t.rest, t = of_t.quotient, n = s * chunk + kk;
-    const int r = rows.first + (gradient ? taps - 1 - t : t) * (int)arg.every_h;
+    const int s = of_c.rest, c = of_k.rest, kk = of_t.rest, n = s * chunk + kk, slice = of_t.quotient / taps, t = of_t.quotient - slice * taps;
+    const int r = slice * (int)arg.taps_r + rows.first + (gradient ? taps - 1 - t : t) * (int)arg.every_h;
     data_t v = data_t();
     if (kk < ks) v = w[(k0 + kk) * (int)arg.w_k + c * (int)arg.w_c + (r * (int)arg.taps_s + s) * (int)arg.w_tap];
 #if TYPE == 32 && PRODUCTS == 1
     v = __uint_as_float(to_tf32(v));
 #endif
-    filter[(((t * steps + c / STEP) * COLUMN_TILES + n / 8) * 32 + n % 8 * 4 + c % STEP / LANE) * LANE + c % LANE] = v;
+    filter[(((of_t.quotient * steps + c / STEP) * COLUMN_TILES + n / 8) * 32 + n % 8 * 4 + c % STEP / LANE) * LANE + c % LANE] = v;
   }
   __syncthreads();
 
@@ -259,8 +267,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, PRODUCTS == 1 && WIDE_LOAD
   uint32_t filter_lane = (uint32_t)__cvta_generic_to_shared(dynamic) + lane * 16;
   asm volatile("" : "+r"(filter_lane));  // else the compiler would compute it again for each product
   for (int tile = worker; tile < (int)arg.tiles; tile += (int)arg.workers) {
-    const Divided of_row(tile, arg.tiles_w, arg.by_tiles_w), of_image(of_row.quotient, arg.tiles_h, arg.by_tiles_h);
-    const int n = of_image.quotient, j0 = of_image.rest * (int)arg.tile_rows, q0 = of_row.rest * (int)arg.tile_q;
+    const Divided of_row(tile, arg.tiles_w, arg.by_tiles_w), of_slice(of_row.quotient, arg.tiles_h, arg.by_tiles_h);
+    const Divided of_image(of_slice.quotient, arg.o, arg.by_o);
+    const int n = of_image.quotient, o = of_image.rest, j0 = of_slice.rest * (int)arg.tile_rows, q0 = of_row.rest * (int)arg.tile_q;
 
     // the rows of x that this warp's rows of y read, and this lane's columns
     const int j = j0 + warp_h * ROWS, valid = min(phase_rows - j, ROWS), top = first_h + (int)(arg.row_step * arg.rows_apart) * j;
@@ -270,57 +279,61 @@ extern "C" __global__ void __launch_bounds__(THREADS, PRODUCTS == 1 && WIDE_LOAD
 #pragma unroll
     for (int i = 0; i < 2 * PIXEL_TILES; ++i) there |= (unsigned)((unsigned)(column + i * 8) < (unsigned)arg.w) << i;
 
-    // Products: loads are DEEP steps ahead. From a row's last step they go on to the next row's first.
+    // Products, slice by slice of x: loads are DEEP steps ahead. From a row's last step they go on to the next row's first.
     constexpr int DEEP = PRODUCTS == 1 && WIDE_LOADS && COLUMN_TILES < 6 ? 2 / PIXEL_TILES : 1;  // as many as registers hold
     float sums[ROWS][COLUMN_TILES][PIXEL_TILES][4] = {};
     Pixels ring[DEEP];
-    int row_now = 0, row_ahead = top, step_now = begin, channel_ahead = begin * STEP + lane % 4 * LANE;
-    uint32_t filter_now = filter_lane + begin * STEP_BYTES;  // for the tap by which the warp's first row of y reads this row
     const int row_bytes = steps * STEP_BYTES, y_row_bytes = (int)arg.rows_apart * row_bytes, next_step = STEP * (int)arg.x_channel;
     const int next_row = (int)(arg.row_step * arg.x_row) - (end - begin) * next_step;
-    const data_t* ahead = x + n * arg.x_image + top * arg.x_row + column * arg.x_pixel + channel_ahead * arg.x_channel;
-    auto load_next = [&](Pixels& to) {
-      load(to, arg, ahead, channel_ahead, (unsigned)row_ahead < (unsigned)arg.h ? there : 0);
-      ahead += next_step;
-      if ((channel_ahead += STEP) >= end * STEP) {
-        ahead += next_row;
-        channel_ahead -= (end - begin) * STEP;
-        row_ahead += (int)arg.row_step;
-      }
-    };
+    for (int t = 0; t < (int)arg.taps_t; ++t) {
+      const int slice = slice_of(arg, o, t);
+      const unsigned rows_there = (unsigned)slice < (unsigned)arg.d ? (unsigned)arg.h : 0;
+      int row_now = 0, row_ahead = top, step_now = begin, channel_ahead = begin * STEP + lane % 4 * LANE;
+      uint32_t filter_now = filter_lane + t * slice_taps * 16 + begin * STEP_BYTES;  // for the tap by which the warp's first row of y reads this row
+      const data_t* ahead = x + n * arg.x_image + slice * arg.x_slice + top * arg.x_row + column * arg.x_pixel + channel_ahead * arg.x_channel;
+      auto load_next = [&](Pixels& to) {
+        load(to, arg, ahead, channel_ahead, (unsigned)row_ahead < rows_there ? there : 0);
+        ahead += next_step;
+        if ((channel_ahead += STEP) >= end * STEP) {
+          ahead += next_row;
+          channel_ahead -= (end - begin) * STEP;
+          row_ahead += (int)arg.row_step;
+        }
+      };
 #pragma unroll
-    for (int i = 0; i < DEEP; ++i)
-      if (i < count) load_next(ring[i]);
-    for (int at = 0; at < count; at += DEEP) {
+      for (int i = 0; i < DEEP; ++i)
+        if (i < count) load_next(ring[i]);
+      for (int at = 0; at < count; at += DEEP) {
 #pragma unroll
-      for (int i = 0; i < DEEP; ++i) {
-        if (at + i < count) {
-          Factors pixels[PIXEL_TILES][2];
+        for (int i = 0; i < DEEP; ++i) {
+          if (at + i < count) {
+            Factors pixels[PIXEL_TILES][2];
 #pragma unroll
-          for (int tile = 0; tile < PIXEL_TILES; ++tile)
+            for (int tile = 0; tile < PIXEL_TILES; ++tile)
 #pragma unroll
-            for (int half = 0; half < 2; ++half) pixels[tile][half] = Factors(ring[i].of[tile][half], false);
-          if (at + i + DEEP < count) load_next(ring[i]);
+              for (int half = 0; half < 2; ++half) pixels[tile][half] = Factors(ring[i].of[tile][half], false);
+            if (at + i + DEEP < count) load_next(ring[i]);
 #pragma unroll
-          for (int row = 0; row < ROWS; ++row) {
-            const int t = row_now - row * (int)arg.rows_apart;
-            if ((unsigned)t < (unsigned)taps) {
-              const uint32_t by = filter_now - row * y_row_bytes;
+            for (int row = 0; row < ROWS; ++row) {
+              const int tap = row_now - row * (int)arg.rows_apart;
+              if ((unsigned)tap < (unsigned)taps) {
+                const uint32_t by = filter_now - row * y_row_bytes;
 #pragma unroll
-              for (int column = 0; column < COLUMN_TILES; ++column) {
-                Channels channels;
-                load_shared(channels, by + column * 512);
-                const Factors factor(channels, PRODUCTS == 1);
+                for (int column = 0; column < COLUMN_TILES; ++column) {
+                  Channels channels;
+                  load_shared(channels, by + column * 512);
+                  const Factors factor(channels, PRODUCTS == 1);
 #pragma unroll
-                for (int tile = 0; tile < PIXEL_TILES; ++tile) multiply_step(sums[row][column][tile], pixels[tile], factor);
+                  for (int tile = 0; tile < PIXEL_TILES; ++tile) multiply_step(sums[row][column][tile], pixels[tile], factor);
+                }
               }
             }
-          }
-          filter_now += STEP_BYTES;
-          if (++step_now == end) {
-            step_now = begin;
-            ++row_now;
-            filter_now += row_bytes - (end - begin) * STEP_BYTES;
+            filter_now += STEP_BYTES;
+            if (++step_now == end) {
+              step_now = begin;
+              ++row_now;
+              filter_now += row_bytes - (end - begin) * STEP_BYTES;
+            }
           }
         }
       }
@@ -362,10 +375,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, PRODUCTS == 1 && WIDE_LOAD
 #pragma unroll 2
         for (int s = 0; s < column.count; ++s) v[0] += from[s * next];
 #if PRODUCTS == 3
-      if ((__float_as_uint(v[0]) & 0x7f800000) == 0x7f800000) v[0] = recompute_fp32(arg, x + n * arg.x_image, w + (k0 + kk) * arg.w_k, p, q0 + q);
+      if ((__float_as_uint(v[0]) & 0x7f800000) == 0x7f800000) v[0] = recompute_fp32(arg, x + n * arg.x_image, w + (k0 + kk) * arg.w_k, o, p, q0 + q);
 #endif
       const int k = k0 + kk;
-      const long long at = n * arg.y_image + k * arg.y_channel + (p * arg.q + q0 + q) * arg.y_pixel;
+      const long long at = n * arg.y_image + k * arg.y_channel + ((o * arg.p + p) * arg.q + q0 + q) * arg.y_pixel;
       const Finish<false> finish{ScaleAndBias(arg, scale, bias, k)};
       v[0] = finish.whole(arg, v[0], 1, has_residual(arg) ? to_float(residual[at]) : -0.f);
       activate(arg, v);

@@ -2,8 +2,8 @@
 //
 //   over the M = N * plane values y of channel k:   mean = sum y / M,  var = sum (y - mean)^2 / M,  invstd = 1 / sqrt(var + eps)
 //   out  = activation((y - mean) * a + beta + residual),  a = gamma * invstd
-//   g    = dout times the activation's derivative at (y - mean) * a + beta, which is computed again. With a residual the activation is a ReLU: its
-//          mask is read off `out`, and the launch that sums also writes g, which is the residual's gradient
+//   g    = dout times the activation's derivative at (y - mean) * a + beta, which is computed again. With a residual the activation is a ReLU, whose
+//          mask the forward pass has written: a byte for each item. The launch that sums also writes g, which is the residual's gradient
 //   dbeta = sum g,  dgamma = sum g * xhat,          xhat = (y - mean) * invstd
 //   dy   = a * (g - dbeta / M - xhat * dgamma / M), or a * g where mean and invstd were given and not taken from y
 //
@@ -57,6 +57,14 @@
 #ifndef WITH_MOMENTS
 #define WITH_MOMENTS 0
 #endif
+#ifndef CLUSTER
+#define CLUSTER 1  // blocks that share the slices of a channel, with WITH_MOMENTS
+#endif
+#if WITH_MOMENTS
+#include "core/cluster.cuh"
+#else
+#define CLUSTER_DIMS
+#endif
 
 #define UNROLL (VEC == 1 ? 8 : 4)
 #define UNROLL_TWO (UNROLL / 2)  // if two arrays are read
@@ -90,6 +98,7 @@ typedef struct BatchNormShape {
 #define VALUES(items) ((items) * VEC)
 #endif
 #define FROM_END(i) ITEM((index_t)shape.total - 1 - (i))
+typedef unsigned char mask_t;  // of an item: bit e for value e
 #define DOWN (THREADS / ACROSS)
 #define CHANNEL(j) (column * OWN + (j))
 
@@ -231,6 +240,7 @@ WITHIN_KERNEL acc_t settle(
 KERNEL LAUNCH_BOUNDS(THREADS, FEWER_AT_ONCE) void channel_moments(const GLOBAL_MEM data_t* RESTRICT y, GLOBAL_MEM acc_t* RESTRICT part,
                                                             const BatchNormShape shape) {
   AFTER_LAST_LAUNCH
+  NEXT_LAUNCH_MAY_COME
   LOCAL_MEM acc_t counts[THREADS], means[OWN * THREADS], squares[OWN * THREADS];
   STAND;
   find_moments(y, shape, column, lane, down, inside, start, end, counts, means, squares);
@@ -244,8 +254,8 @@ KERNEL LAUNCH_BOUNDS(THREADS, FEWER_AT_ONCE) void channel_moments(const GLOBAL_M
 // Combines the slices of channel_moments. The channels' first values are `apart` elements apart; an item has `values` values of a channel.
 // WITH_MOMENTS    the convolution emitted the slices while it had its sums at hand (hopper/gemm.cu): `sets` times `total` items, slices
 //          of one set each; no means are relative to first values. If `redone` says that results were computed again since, which is
-//          rare (direct/gemm.cu), this launch reads all of y: `images` of `plane` pixels.
-KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_statistics(
+//          rare (direct/gemm.cu), this launch reads all of y: `images` of `plane` pixels. Many slices are shared by the blocks of a cluster.
+KERNEL CLUSTER_DIMS LAUNCH_BOUNDS(THREADS, 1) void batch_norm_statistics(
     const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM acc_t* RESTRICT part, const GLOBAL_MEM long_t* RESTRICT tracked,
     GLOBAL_MEM acc_t* RESTRICT mean, GLOBAL_MEM acc_t* RESTRICT invstd, GLOBAL_MEM acc_t* RESTRICT running_mean,
     GLOBAL_MEM acc_t* RESTRICT running_var, GLOBAL_MEM long_t* RESTRICT counted,
@@ -255,9 +265,11 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_statistics(
     const long_t total, const long_t per, const long_t channels, const long_t values, const long_t apart, const long_t eps,
     const long_t momentum, const long_t beside) {
   AFTER_LAST_LAUNCH
+  NEXT_LAUNCH_MAY_COME
   const int own = LID_0 & ((int)beside - 1), lane = LID_0 / (int)beside;
-  const index_t channel = (index_t)GID_0 * beside + own;
+  const index_t channel = (index_t)(GID_0 / CLUSTER) * beside + own;
 #if WITH_MOMENTS
+  const int first = cluster_rank() * LANES + lane, apart_by = CLUSTER * LANES;
   // slices are many, so they are read once: relative to the first one's mean, and in double, which has digits to spare if that is far off
   acc_t shift = 0;
   double sum = 0, square = 0;
@@ -269,7 +281,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_statistics(
     const acc_t last = (acc_t)(total - (long_t)(each - 1) * per);
     shift = parts[0];
 #pragma unroll 8
-    for (int slice = lane; slice < slices; slice += LANES) {
+    for (int slice = first; slice < slices; slice += apart_by) {
       const double count = (slice + 1) % each ? (acc_t)per : last, off = parts[(index_t)slice * step] - shift;
       sum += count * off;
       square += parts[(index_t)slice * step + channels] + count * off * off;
@@ -278,7 +290,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_statistics(
   if (__syncthreads_or(again)) {
     sum = square = shift = 0;
     if (channel < channels)
-      for (long_t i = lane; i < images * plane; i += LANES) {
+      for (long_t i = first; i < images * plane; i += apart_by) {
         const double v = LOAD(y, i / plane * y_image + channel * apart + i % plane * y_pixel);
         sum += v;
         square += v * v;
@@ -302,6 +314,21 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_statistics(
       square += squares[i];
     }
   }
+#if CLUSTER > 1
+  __shared__ double of_block[2][32];  // at least 32 lanes a channel
+  if (lane == 0) of_block[0][own] = sum, of_block[1][own] = square;
+  cluster_barrier();
+  if (lane == 0 && cluster_rank() == 0) {
+    sum = square = 0;
+#pragma unroll
+    for (int rank = 0; rank < CLUSTER; ++rank) {
+      sum += double_of_rank(shared_address(of_block[0] + own), rank);
+      square += double_of_rank(shared_address(of_block[1] + own), rank);
+    }
+  }
+  cluster_barrier();  // the first block has read the others' shared memory
+  if (cluster_rank()) return;
+#endif
   const double all = (double)total * sets, left = square - sum * (sum / all);
   const acc_t m = (acc_t)all, centre = (acc_t)(shift + sum / all), m2 = left < 0 ? 0 : (acc_t)left;  // a NaN stays one
 #else
@@ -328,9 +355,10 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_statistics(
   }
 }
 
-// out = activation((y - centre) * a + b + residual)
+// out = activation((y - centre) * a + b + residual). With a residual, `mask` gets where it is above 0, unless that is null.
 WITHIN_KERNEL void normalise(
-    const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM data_t* RESTRICT residual, GLOBAL_MEM data_t* RESTRICT out, const BatchNormShape shape,
+    const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM data_t* RESTRICT residual, GLOBAL_MEM data_t* RESTRICT out,
+    GLOBAL_MEM mask_t* RESTRICT mask, const BatchNormShape shape,
     const int column, const int lane, const int down, const index_t start, const index_t end, const acc_t* centre, const acc_t* a,
     const acc_t* b, const long_t activation, const long_t slope) {
   for (index_t i = start + lane; i < end; i += down * FORWARD_UNROLL) {
@@ -354,6 +382,11 @@ WITHIN_KERNEL void normalise(
         }
         if (BEYOND_RELU) beyond_relu((int)activation, BITS_TO_ACC(slope), v, VEC);
         STORE_ITEM(out, FROM_END(i + u * down), v);
+        if (GIVEN(residual) && mask) {
+          int above = 0;
+          for (int e = 0; e < VEC; ++e) above |= !(v[e] <= 0) << e;  // a NaN counts
+          mask[FROM_END(i + u * down) / VEC] = (mask_t)above;
+        }
       }
   }
 }
@@ -361,11 +394,12 @@ WITHIN_KERNEL void normalise(
 KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void batch_norm_forward(
     const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM acc_t* RESTRICT mean, const GLOBAL_MEM acc_t* RESTRICT invstd,
     const GLOBAL_MEM acc_t* RESTRICT gamma, const GLOBAL_MEM acc_t* RESTRICT beta, const GLOBAL_MEM data_t* RESTRICT residual,
-    GLOBAL_MEM data_t* RESTRICT out, const BatchNormShape shape, const long_t activation, const long_t slope) {
+    GLOBAL_MEM data_t* RESTRICT out, GLOBAL_MEM mask_t* RESTRICT mask, const BatchNormShape shape, const long_t activation, const long_t slope) {
   AFTER_LAST_LAUNCH
+  NEXT_LAUNCH_MAY_COME
   STAND;
   NORMALISED_BY()
-  normalise(y, residual, out, shape, column, lane, down, start, end, centre, a, b, activation, slope);
+  normalise(y, residual, out, mask, shape, column, lane, down, start, end, centre, a, b, activation, slope);
 }
 
 // g times the activation's derivative, given v = y - mean. A ReLU lets the gradient of a NaN pass.
@@ -379,39 +413,39 @@ KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void batch_norm_forward(
       if ((v)[e] * a[OF(e)] + b[OF(e)] <= 0) (g)[e] = 0;                       \
   }
 
-// The sums of g and g * (y - mean) over the block's items, left to the first lane of each column. With a residual the mask is
-// read off `out`, and g is written to `masked`.
+// The sums of g and g * (y - mean) over the block's items, left to the first lane of each column. With a residual there is a `mask`, and g is written
+// to `masked`.
 WITHIN_KERNEL void sum_gradients(
-    const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM data_t* RESTRICT dout, const GLOBAL_MEM data_t* RESTRICT out,
+    const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM data_t* RESTRICT dout, const GLOBAL_MEM mask_t* RESTRICT mask,
     GLOBAL_MEM data_t* RESTRICT masked, const BatchNormShape shape, const int column, const int lane, const int down, const index_t start,
     const index_t end, const acc_t* centre, const acc_t* a, const acc_t* b, const long_t activation, const long_t slope,
     LOCAL_MEM_POINTER acc_t* sums) {
   acc_t sum[2 * OWN];
   for (int j = 0; j < 2 * OWN; ++j) sum[j] = 0;
   for (index_t i = start + lane; i < end; i += down * UNROLL_TWO) {
-    item_t ys[UNROLL_TWO], gs[UNROLL_TWO], outs[UNROLL_TWO];
+    item_t ys[UNROLL_TWO], gs[UNROLL_TWO];
+    int bits[UNROLL_TWO];
 #pragma unroll
     for (int u = 0; u < UNROLL_TWO; ++u)
       if (i + u * down < end) {
         FETCH(ys[u], y, ITEM(i + u * down));
         FETCH(gs[u], dout, ITEM(i + u * down));
-        if (GIVEN(out)) FETCH(outs[u], out, ITEM(i + u * down));
+        if (GIVEN(mask)) bits[u] = mask[ITEM(i + u * down) / VEC];
       }
 #pragma unroll
     for (int u = 0; u < UNROLL_TWO; ++u)
       if (i + u * down < end) {
-        acc_t v[VEC], g[VEC], o[VEC];
+        acc_t v[VEC], g[VEC];
         VALUES_OF(v, ys[u]);
         VALUES_OF(g, gs[u]);
-        if (GIVEN(out)) VALUES_OF(o, outs[u]);
         for (int e = 0; e < VEC; ++e) v[e] -= centre[OF(e)];
-        if (!GIVEN(out)) THROUGH_ACTIVATION(g, v)
+        if (!GIVEN(mask)) THROUGH_ACTIVATION(g, v)
         for (int e = 0; e < VEC; ++e) {
-          if (GIVEN(out) && o[e] <= 0) g[e] = 0;
+          if (GIVEN(mask) && !(bits[u] >> e & 1)) g[e] = 0;
           sum[OF(e)] += g[e];
           sum[OWN + OF(e)] += g[e] * v[e];
         }
-        if (GIVEN(out)) STORE_ITEM(masked, ITEM(i + u * down), g);
+        if (GIVEN(mask)) STORE_ITEM(masked, ITEM(i + u * down), g);
       }
   }
   for (int j = 0; j < 2 * OWN; ++j) sums[j * THREADS + LID_0] = sum[j];
@@ -422,13 +456,14 @@ WITHIN_KERNEL void sum_gradients(
 KERNEL LAUNCH_BOUNDS(THREADS, GRADIENTS_AT_ONCE) void gradient_sums(
     const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM data_t* RESTRICT dout, const GLOBAL_MEM acc_t* RESTRICT mean,
     const GLOBAL_MEM acc_t* RESTRICT invstd, const GLOBAL_MEM acc_t* RESTRICT gamma, const GLOBAL_MEM acc_t* RESTRICT beta,
-    const GLOBAL_MEM data_t* RESTRICT out, GLOBAL_MEM data_t* RESTRICT masked, GLOBAL_MEM acc_t* RESTRICT part, const BatchNormShape shape,
+    const GLOBAL_MEM mask_t* RESTRICT mask, GLOBAL_MEM data_t* RESTRICT masked, GLOBAL_MEM acc_t* RESTRICT part, const BatchNormShape shape,
     const long_t activation, const long_t slope) {
   AFTER_LAST_LAUNCH
+  NEXT_LAUNCH_MAY_COME
   LOCAL_MEM acc_t sums[2 * OWN * THREADS];
   STAND;
   NORMALISED_BY()
-  sum_gradients(y, dout, out, masked, shape, column, lane, down, start, end, centre, a, b, activation, slope, sums);
+  sum_gradients(y, dout, mask, masked, shape, column, lane, down, start, end, centre, a, b, activation, slope, sums);
   if (inside && lane == 0)
     for (int j = 0; j < OWN; ++j) {
       part[slice * 2 * K + CHANNEL(j)] = sums[j * THREADS + LID_0];
@@ -469,6 +504,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, GRADIENTS_AT_ONCE) void batch_norm_backward(
     const GLOBAL_MEM acc_t* RESTRICT sums, GLOBAL_MEM data_t* dy, const BatchNormShape shape, const long_t activation,
     const long_t slope, const long_t of_batch) {
   AFTER_LAST_LAUNCH
+  NEXT_LAUNCH_MAY_COME
   STAND;
   acc_t less[OWN], rate[OWN];
   NORMALISED_BY({
@@ -483,6 +519,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, GRADIENTS_AT_ONCE) void batch_norm_backward(
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void channel_sums(const GLOBAL_MEM data_t* RESTRICT x, GLOBAL_MEM acc_t* RESTRICT part,
                                                    const BatchNormShape shape) {
   AFTER_LAST_LAUNCH
+  NEXT_LAUNCH_MAY_COME
   LOCAL_MEM acc_t sums[OWN * THREADS];
   STAND;
   acc_t sum[OWN];
@@ -506,6 +543,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void channel_sums(const GLOBAL_MEM data_t* REST
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void add_slices(const GLOBAL_MEM acc_t* RESTRICT part, GLOBAL_MEM void* RESTRICT sums,
                                                  const long_t columns, const long_t slices, const long_t rounded, const long_t beside) {
   AFTER_LAST_LAUNCH
+  NEXT_LAUNCH_MAY_COME
   LOCAL_MEM acc_t folded[THREADS];
   const int lane = LID_0 / (int)beside;
   const index_t column = (index_t)GID_0 * beside + (LID_0 & ((int)beside - 1));
@@ -545,6 +583,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_whole_statistics(
     GLOBAL_MEM acc_t* RESTRICT invstd, GLOBAL_MEM acc_t* RESTRICT running_mean, GLOBAL_MEM acc_t* RESTRICT running_var,
     GLOBAL_MEM long_t* RESTRICT counted, const BatchNormShape shape, const long_t eps, const long_t momentum) {
   AFTER_LAST_LAUNCH
+  NEXT_LAUNCH_MAY_COME
   LOCAL_MEM acc_t counts[THREADS], means[THREADS], squares[THREADS];
   STAND;
   whole_statistics(y, shape, column, lane, down, inside, start, end, tracked, mean, invstd, running_mean, running_var, counted, eps, momentum,
@@ -556,35 +595,37 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_whole_forward(
     const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM long_t* RESTRICT tracked, GLOBAL_MEM acc_t* RESTRICT mean,
     GLOBAL_MEM acc_t* RESTRICT invstd, GLOBAL_MEM acc_t* RESTRICT running_mean, GLOBAL_MEM acc_t* RESTRICT running_var,
     GLOBAL_MEM long_t* RESTRICT counted, const GLOBAL_MEM acc_t* RESTRICT gamma, const GLOBAL_MEM acc_t* RESTRICT beta,
-    const GLOBAL_MEM data_t* RESTRICT residual, GLOBAL_MEM data_t* RESTRICT out, const BatchNormShape shape, const long_t activation,
-    const long_t slope, const long_t eps, const long_t momentum) {
+    const GLOBAL_MEM data_t* RESTRICT residual, GLOBAL_MEM data_t* RESTRICT out, GLOBAL_MEM mask_t* RESTRICT mask, const BatchNormShape shape,
+    const long_t activation, const long_t slope, const long_t eps, const long_t momentum) {
   AFTER_LAST_LAUNCH
+  NEXT_LAUNCH_MAY_COME
   LOCAL_MEM acc_t counts[THREADS], means[THREADS], squares[THREADS];
   STAND;
   whole_statistics(y, shape, column, lane, down, inside, start, end, tracked, mean, invstd, running_mean, running_var, counted, eps, momentum,
                    counts, means, squares);
   local_barrier();
   const acc_t centre = means[0], a = (gamma ? gamma[column] : 1) * squares[0], b = beta ? beta[column] : 0;
-  normalise(y, residual, out, shape, column, lane, down, start, end, &centre, &a, &b, activation, slope);
+  normalise(y, residual, out, mask, shape, column, lane, down, start, end, &centre, &a, &b, activation, slope);
 }
 
 // The whole backward pass in one launch. `totals` are dbeta and dgamma of all channels.
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_whole_backward(
     const GLOBAL_MEM data_t* y, const GLOBAL_MEM data_t* RESTRICT dout, const GLOBAL_MEM acc_t* RESTRICT mean,
     const GLOBAL_MEM acc_t* RESTRICT invstd, const GLOBAL_MEM acc_t* RESTRICT gamma, const GLOBAL_MEM acc_t* RESTRICT beta,
-    const GLOBAL_MEM data_t* RESTRICT out, GLOBAL_MEM data_t* masked, GLOBAL_MEM acc_t* RESTRICT totals, GLOBAL_MEM data_t* dy,
+    const GLOBAL_MEM mask_t* RESTRICT mask, GLOBAL_MEM data_t* masked, GLOBAL_MEM acc_t* RESTRICT totals, GLOBAL_MEM data_t* dy,
     const BatchNormShape shape, const long_t activation, const long_t slope, const long_t of_batch) {
   AFTER_LAST_LAUNCH
+  NEXT_LAUNCH_MAY_COME
   LOCAL_MEM acc_t sums[2 * THREADS];
   STAND;
   const acc_t centre = mean[column], deviation = invstd[column];
   const acc_t a = (gamma ? gamma[column] : 1) * deviation, b = beta ? beta[column] : 0;
-  sum_gradients(y, dout, out, masked, shape, column, lane, down, start, end, &centre, &a, &b, activation, slope, sums);
+  sum_gradients(y, dout, mask, masked, shape, column, lane, down, start, end, &centre, &a, &b, activation, slope, sums);
   local_barrier();
   const acc_t by_beta = sums[0], by_gamma = sums[THREADS] * deviation, share = a / (acc_t)VALUES(total);
   if (lane == 0) totals[column] = by_beta, totals[K + column] = by_gamma;
   const acc_t less = of_batch ? share * by_beta : 0, rate = of_batch ? share * deviation * by_gamma : 0;  // in the order of batch_norm_backward
-  const bool summed = GIVEN(out);
+  const bool summed = GIVEN(mask);
   spread_gradients(y, summed ? masked : dout, dy, shape, column, lane, down, start, end, &centre, &a, &b, &less, &rate, summed ? 0 : activation, slope);
 }
 #endif

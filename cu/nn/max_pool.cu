@@ -3,12 +3,14 @@
 //   max_pool            y[n,p,q,c] = max over r,s of x[n, p*stride_h - pad_h + r*dil_h, q*stride_w - pad_w + s*dil_w, c]
 //                       from[n,p,q,c] = r*S + s of the first tap with the maximum; the last NaN counts, as in torch. Not written if `from` is null
 //   max_pool_backward   dx = the sum of y's gradients over the windows that took x
+//   max_pool_backward_of_twos  the same for windows of 3x3 with strides of 2, as most networks have them
 //   mean_pool           y = the sum over a window's taps / their number, or / `divisor` if that is not 0. What is padded counts if `padded` says so, but not
 //                       what lies beyond the padding. There is no dilation
 //   mean_pool_backward  dx = the sum over the windows that contain x of y's gradients, each divided likewise
 //
 // Mapping  thread -> VEC channels of a pixel: of y forward, of x backward. With channels last these are 16 bytes. A channel of NCHW
-//          arrays counts as an image of one channel.
+//          arrays counts as an image of one channel. In max_pool_backward_of_twos a thread has 2x2 pixels of x, of which the first is the first tap
+//          of a window: they lie in that window, the one before it, and these two of the row of windows before, and in no others.
 // Memory   registers only. A maximum's tap takes a byte.
 // Sums     float32, always in the same order.
 // Limits   up to 255 taps, fewer than 2^31 threads; with channels last, pixels of a multiple of 16 bytes.
@@ -63,6 +65,7 @@ struct Place {
 extern "C" __global__ void __launch_bounds__(THREADS)
     max_pool(const Channels* __restrict__ x, Channels* __restrict__ y, Taps* __restrict__ from, const __grid_constant__ PoolArguments arg) {
   AFTER_LAST_LAUNCH
+  NEXT_LAUNCH_MAY_COME
   const int thread = blockIdx.x * THREADS + threadIdx.x;
   if (thread >= (int)arg.threads) return;
   const Place at(arg, thread);
@@ -97,6 +100,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 extern "C" __global__ void __launch_bounds__(THREADS) max_pool_backward(const Channels* __restrict__ dy, const Taps* __restrict__ from,
                                                                         Channels* __restrict__ dx, const __grid_constant__ PoolArguments arg) {
   AFTER_LAST_LAUNCH
+  NEXT_LAUNCH_MAY_COME
   const int thread = blockIdx.x * THREADS + threadIdx.x;
   if (thread >= (int)arg.threads) return;
   const Place at(arg, thread);
@@ -123,6 +127,51 @@ extern "C" __global__ void __launch_bounds__(THREADS) max_pool_backward(const Ch
   dx[thread] = rounded(sum);
 }
 
+extern "C" __global__ void __launch_bounds__(THREADS) max_pool_backward_of_twos(const Channels* __restrict__ dy, const Taps* __restrict__ from,
+                                                                                Channels* __restrict__ dx, const __grid_constant__ PoolArguments arg) {
+  AFTER_LAST_LAUNCH
+  NEXT_LAUNCH_MAY_COME
+  const int thread = blockIdx.x * THREADS + threadIdx.x;
+  if (thread >= (int)arg.threads) return;
+  const Place at(arg, thread);
+  const int groups = (int)arg.groups;
+  float sum[2][2][V] = {};
+  Taps taken[2][2];  // of the window of the pixels, and of those before it
+  Channels read[2][2];
+#pragma unroll
+  for (int up = 0; up < 2; ++up)
+#pragma unroll
+    for (int left = 0; left < 2; ++left) {
+      const int p = at.row - up, q = at.column - left;
+      taken[up][left] = Taps();
+      read[up][left] = Channels();
+      if (p < 0 || p >= (int)arg.p || q < 0 || q >= (int)arg.q) continue;
+      const long long place = (((long long)at.image * (int)arg.p + p) * (int)arg.q + q) * groups + at.group;
+      taken[up][left] = from[place];
+      read[up][left] = dy[place];
+    }
+#pragma unroll
+  for (int up = 0; up < 2; ++up)
+#pragma unroll
+    for (int left = 0; left < 2; ++left)
+#pragma unroll
+      for (int i = 0; i < V; ++i) {
+        const float v = to_float(read[up][left].v[i]);
+#pragma unroll
+        for (int row = 0; row < 2 - up; ++row)
+#pragma unroll
+          for (int column = 0; column < 2 - left; ++column) sum[row][column][i] += taken[up][left].v[i] == (row + 2 * up) * 3 + column + 2 * left ? v : 0;
+      }
+#pragma unroll
+  for (int row = 0; row < 2; ++row)
+#pragma unroll
+    for (int column = 0; column < 2; ++column) {
+      const int h = 2 * at.row + row - (int)arg.pad_h, w = 2 * at.column + column - (int)arg.pad_w;
+      if ((unsigned)h < (unsigned)arg.h && (unsigned)w < (unsigned)arg.w)
+        dx[(((long long)at.image * (int)arg.h + h) * (int)arg.w + w) * groups + at.group] = rounded(sum[row][column]);
+    }
+}
+
 // What a window's sum is multiplied by; its first tap is at (h0, w0).
 DEVICE float share_of(const PoolArguments& arg, int h0, int w0) {
   const int pad_h = arg.padded ? (int)arg.pad_h : 0, pad_w = arg.padded ? (int)arg.pad_w : 0;
@@ -133,6 +182,7 @@ DEVICE float share_of(const PoolArguments& arg, int h0, int w0) {
 extern "C" __global__ void __launch_bounds__(THREADS)
     mean_pool(const Channels* __restrict__ x, Channels* __restrict__ y, const __grid_constant__ PoolArguments arg) {
   AFTER_LAST_LAUNCH
+  NEXT_LAUNCH_MAY_COME
   const int thread = blockIdx.x * THREADS + threadIdx.x;
   if (thread >= (int)arg.threads) return;
   const Place at(arg, thread);
@@ -157,6 +207,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 extern "C" __global__ void __launch_bounds__(THREADS)
     mean_pool_backward(const Channels* __restrict__ dy, Channels* __restrict__ dx, const __grid_constant__ PoolArguments arg) {
   AFTER_LAST_LAUNCH
+  NEXT_LAUNCH_MAY_COME
   const int thread = blockIdx.x * THREADS + threadIdx.x;
   if (thread >= (int)arg.threads) return;
   const Place at(arg, thread);

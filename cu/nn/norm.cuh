@@ -8,8 +8,9 @@
 //
 // Sums are float32 and in the same order every time. Those of an image and group depend on nothing else, so a batch's size changes no bit of them.
 // A thread sums deviations from its own first number, which is one of those summed. So n (first - mean)^2 is at most n times their squared deviations,
-// and of a mean of a thousand standard deviations a few bits go, not all of them. What threads have is combined by means and squared deviations: Chan,
-// Golub, LeVeque, 'Updating formulae and a pairwise algorithm for computing sample variances' (1979).
+// and of a mean of a thousand standard deviations a few bits go, not all of them. Threads of a block agree on their mean, and add their deviations from
+// that. What blocks have is combined by means and squared deviations: Chan, Golub, LeVeque, 'Updating formulae and a pairwise algorithm for computing
+// sample variances' (1979).
 #pragma once
 #ifndef TYPE
 #define TYPE 17  // of x and out: 16 half, 17 bfloat16, 32 float
@@ -140,23 +141,6 @@ struct Moments {
     squares += other.squares + step * step * n * part;
     n = all;
   }
-  DEVICE Moments of_lane(int mask) const {
-    Moments there;
-    there.n = __shfl_xor_sync(~0u, n, mask);
-    there.mean = __shfl_xor_sync(~0u, mean, mask);
-    there.squares = __shfl_xor_sync(~0u, squares, mask);
-    return there;
-  }
-  // all lanes whose numbers differ in the bits from `from` up to 32
-  DEVICE void add_lanes(int from) {
-    for (int mask = 16; mask >= from; mask /= 2) {
-      const Moments there = of_lane(mask);
-      const Moments low = threadIdx.x & mask ? there : *this;  // the same order in both lanes
-      const Moments high = threadIdx.x & mask ? *this : there;
-      *this = low;
-      add(high);
-    }
-  }
 };
 // the moments of n numbers whose deviations from `first`, and their squares, sum to these
 DEVICE Moments moments_of(float n, float first, float all, float squares) {
@@ -193,18 +177,29 @@ struct Stand {
   }
 };
 
+// Where warps and columns leave their sums. 33: threads that add read other banks.
+struct GroupRoom {
+  float2 of_warp[WARPS][33], of_column[32];
+};
+
 // Adds, over the threads of a block that have columns of the same group, two numbers each; all of them get the sums.
-DEVICE float2 add_group(float2 v, float2 (&room)[WARPS][32], int own, int width, int first, int count) {
+DEVICE float2 add_group(float2 v, GroupRoom& room, int own, int width, int first, int count) {
   for (int mask = 16; mask >= width; mask /= 2) {
     v.x += __shfl_xor_sync(~0u, v.x, mask);
     v.y += __shfl_xor_sync(~0u, v.y, mask);
   }
-  if (threadIdx.x % 32 < width) room[threadIdx.x / 32][own] = v;
+  if (threadIdx.x % 32 < width) room.of_warp[threadIdx.x / 32][own] = v;
+  __syncthreads();
+  const int column = threadIdx.x / WARPS, part = threadIdx.x % WARPS;  // of the 32 columns, each with a thread for each warp
+  v = column < width ? room.of_warp[part][column] : make_float2(0, 0);
+  for (int mask = WARPS / 2; mask; mask /= 2) {
+    v.x += __shfl_xor_sync(~0u, v.x, mask);
+    v.y += __shfl_xor_sync(~0u, v.y, mask);
+  }
+  if (part == 0) room.of_column[column] = v;
   __syncthreads();
   v = make_float2(0, 0);
 #pragma unroll 1
-  for (int i = 0; i < count; ++i)
-#pragma unroll
-    for (int w = 0; w < WARPS; ++w) v.x += room[w][first + i].x, v.y += room[w][first + i].y;
+  for (int i = 0; i < count; ++i) v.x += room.of_column[first + i].x, v.y += room.of_column[first + i].y;
   return v;
 }

@@ -61,24 +61,47 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
       squares[i] = fmaf(off, off, squares[i]);
     }
   }
-  __shared__ Moments noted[WARPS][VEC][32];
-  const int warp = threadIdx.x / 32, beside = threadIdx.x % 32;
+  // the mean of the slice, and the deviations from it: a thread's own are from its own first number
+  __shared__ float room[2][WARPS][VEC][33], mean_of[VEC][32];  // 33: threads that add read other banks
+  const int warp = threadIdx.x / 32, beside = threadIdx.x % 32, of_slice = min((int)shape.per, (int)shape.pixels - at.start);
+  auto note = [&](float (&v)[VEC], float (&to)[WARPS][VEC][33]) {
+#pragma unroll
+    for (int i = 0; i < VEC; ++i) {
+      for (int mask = 16; mask >= width; mask /= 2) v[i] += __shfl_xor_sync(~0u, v[i], mask);
+      if (beside < width) to[warp][i][beside] = v[i];
+    }
+    __syncthreads();
+  };
+  const int column = threadIdx.x / VEC, part = threadIdx.x % VEC;  // a thread adds what warps have of one channel
+  auto added_up = [&](const float (&of)[WARPS][VEC][33]) {
+    float sum = 0;
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) sum += of[w][part][column];
+    return sum;
+  };
+  float sum[VEC];
 #pragma unroll
   for (int i = 0; i < VEC; ++i) {
-    Moments m = moments_of(count, first[i] - (shape.rms ? 0 : to_float(near[i])), all[i], squares[i]);
-    m.add_lanes(width);
-    if (beside < width) noted[warp][i][beside] = m;
+    first[i] -= shape.rms ? 0 : to_float(near[i]);
+    sum[i] = count ? fmaf((float)count, first[i], all[i]) : 0;
   }
+  note(sum, room[0]);
+  const bool adds = column < width;
+  const float mean = adds ? added_up(room[0]) / (float)of_slice : 0;
+  if (adds) mean_of[part][column] = mean;
   __syncthreads();
-  float* const to = parts + ((long long)at.image * shape.slices + at.slice) * 2 * channels;
-  for (int j = threadIdx.x; j < width * VEC; j += THREADS) {
-    const int own = j / VEC, i = j % VEC, channel = (at.tile * (int)shape.across + own) * VEC + i;
-    if (own >= (int)shape.across || channel >= channels) continue;
-    Moments m = noted[0][i][own];
-    for (int w = 1; w < WARPS; ++w) m.add(noted[w][i][own]);
-    to[channel] = m.mean + (added ? to_float(added[(long long)at.image * channels + channel]) : 0);
-    to[channels + channel] = m.squares;
+#pragma unroll
+  for (int i = 0; i < VEC; ++i) {
+    const float off = first[i] - mean_of[i][at.own];
+    sum[i] = count ? fmaf(off, fmaf((float)count, off, 2 * all[i]), squares[i]) : 0;
   }
+  note(sum, room[1]);
+  const int channel = (at.tile * (int)shape.across + column) * VEC + part;
+  if (!adds || column >= (int)shape.across || channel >= channels) return;
+  float* const to = parts + ((long long)at.image * shape.slices + at.slice) * 2 * channels;
+  to[channel] = mean + (added ? to_float(added[(long long)at.image * channels + channel]) : 0);
+  const float square = added_up(room[1]);
+  to[channels + channel] = square < 0 ? 0 : square;  // a NaN stays one
 }
 
 // A block has as many threads as there are parts to combine. `per` numbers are in a part, `pixels - (slices - 1) * per` in the last of an image.

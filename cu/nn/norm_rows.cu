@@ -1,19 +1,21 @@
 // norm_rows.cu: norms of rows of neighbours, and an activation behind them: norm.cuh has the formula. A row is a group of an image of an NCHW array, or what
 // a layer or RMS norm normalises.
 //
-//   norm_rows          all of it in one launch, with the numbers in shared memory, for rows that fit a block's
+//   norm_rows          all of it in one launch, with the numbers in registers, for rows that fit a block's
 //   norm_rows_moments  parts[row][slice][mean less the row's first number, squared deviations], which norm_finish (norm_planes.cu) combines
 //   norm_rows_apply    out = activation((x - mean) * rstd * gamma + beta)
 //
 // Layout   x, out: [rows][pixels]. gamma, beta: of the arrays' type or float; number e of a row takes member (row mod groups) * each + e / plane.
-// Mapping  norm_rows: `width` threads, a power of two -> a row, THREADS / width rows a block. The others: block -> (row, slice).
-//          Thread -> VEC neighbours at a time. apply begins with the last blocks, which are in the L2 cache.
-// Memory   registers: UNROLL items under way. shared: the numbers of norm_rows, where a thread finds its own again, and what warps add.
+// Mapping  norm_rows: `width` threads, a power of two -> a row, THREADS / width rows of a block at once; a block takes one set of them after
+//          another, and loads the next while it computes. The others: block -> (row, slice). Thread -> VEC neighbours at a time.
+//          apply begins with the last blocks, which are in the L2 cache.
+// Memory   registers: UNROLL items under way; ITEMS of a row, and of the next. shared: what warps add.
 //
 // By hand: nvcc -cubin -arch=sm_90a -I cu cu/nn/norm_rows.cu
 #include "nn/norm.cuh"
 
 constexpr int UNROLL = VEC * sizeof(data_t) < 16 ? 8 : 4;
+constexpr int ITEMS = 4;  // the most of a thread in norm_rows, VEC numbers each
 
 // gamma and beta of VEC neighbours of a row, whose channels begin at `base`
 DEVICE void parameters_of(float (&a)[VEC], float (&b)[VEC], const Parameter& gamma, const Parameter& beta, const NormShape& shape, int base, int first) {
@@ -56,58 +58,69 @@ extern "C" __global__ void __launch_bounds__(THREADS)
               float2* __restrict__ stats, const __grid_constant__ NormShape shape) {
   NEXT_LAUNCH_MAY_COME
   AFTER_LAST_LAUNCH
-  extern __shared__ __align__(16) raw_t kept[];  // [items][THREADS]
   __shared__ float2 room[2][WARPS];
-  const int width = (int)shape.width, own = threadIdx.x & (width - 1);
-  const long long row = (long long)blockIdx.x * (THREADS / width) + threadIdx.x / width;
-  const int numbers = row < shape.images ? (int)shape.pixels : 0;
-  const data_t* const from = x + row * shape.pixels;
+  const int width = (int)shape.width, own = threadIdx.x & (width - 1), at_once = THREADS / width, numbers = (int)shape.pixels;
+  const Parameter factor = gamma_of(gamma, shape), summand = beta_of(beta, shape);
   const float n = (float)shape.pixels;
-  float sum = 0;
-  raw_t* to_keep = kept + threadIdx.x;
-#pragma unroll 1
-  for (int at = own * VEC; at < numbers; at += UNROLL * width * VEC, to_keep += UNROLL * THREADS) {
-    raw_t raw[UNROLL];
+  raw_t ahead[ITEMS] = {};
+  auto fetch = [&](long long row) {
 #pragma unroll
-    for (int u = 0; u < UNROLL; ++u)
-      if (at + u * width * VEC < numbers) raw[u] = load(from + at + u * width * VEC);
+    for (int u = 0; u < ITEMS; ++u)
+      if (row < shape.images && (u * width + own) * VEC < numbers) ahead[u] = load(x + row * numbers + (u * width + own) * VEC);
+  };
+  int turn = 0;
+  // adds some(v) of the numbers of each item over the row
+  auto add = [&](const raw_t(&raw)[ITEMS], auto some) {
+    float2 sum = make_float2(0, 0);
 #pragma unroll
-    for (int u = 0; u < UNROLL; ++u)
-      if (at + u * width * VEC < numbers) {
+    for (int u = 0; u < ITEMS; ++u)
+      if ((u * width + own) * VEC < numbers) {
         float v[VEC];
         floats_of(v, raw[u]);
-#pragma unroll
-        for (int i = 0; i < VEC; ++i) sum += v[i];
-        to_keep[u * THREADS] = raw[u];
+        const float2 more = some(v);
+        sum.x += more.x, sum.y += more.y;
       }
-  }
-  const float near = shape.rms ? 0 : add_row(make_float2(sum, 0), room[0], width).x / n;  // the mean but for rounding
-  float2 off = make_float2(0, 0);
-  const raw_t* of_kept = kept + threadIdx.x;
-#pragma unroll 1
-  for (int at = own * VEC; at < numbers; at += width * VEC, of_kept += THREADS) {
-    float v[VEC];
-    floats_of(v, *of_kept);
+    return add_row(sum, room[turn ^= 1], width);
+  };
+  constexpr bool EARLY = THREADS < 1024;  // registers hold the next row, too
+  if (EARLY) fetch((long long)blockIdx.x * at_once + threadIdx.x / width);
+  for (long long first = (long long)blockIdx.x * at_once; first < shape.images; first += (long long)gridDim.x * at_once) {
+    const long long row = first + threadIdx.x / width;
+    if (!EARLY) fetch(row);
+    raw_t raw[ITEMS];
 #pragma unroll
-    for (int i = 0; i < VEC; ++i) off.x += v[i] - near, off.y = fmaf(v[i] - near, v[i] - near, off.y);
-  }
-  off = add_row(off, room[1], width);
-  const Moments m = moments_of(n, near, shape.rms ? 0 : off.x, off.y);
-  const float rstd = rstd_of(m.squares, n, shape);
-  if (stats && own == 0 && numbers) stats[row] = make_float2(m.mean, rstd);
-  const Parameter factor = gamma_of(gamma, shape), summand = beta_of(beta, shape);
-  const int base = shape.groups == 1 ? 0 : (int)(row - divided((int)row, shape.by_groups) * shape.groups) * (int)shape.each;
-  data_t* const to = out + row * shape.pixels;
-  of_kept = kept + threadIdx.x;
-#pragma unroll 1
-  for (int at = own * VEC; at < numbers; at += width * VEC, of_kept += THREADS) {
-    float v[VEC], a[VEC], b[VEC];
-    floats_of(v, *of_kept);
-    parameters_of(a, b, factor, summand, shape, base, at);
+    for (int u = 0; u < ITEMS; ++u) raw[u] = ahead[u];
+    if (EARLY) fetch(row + (long long)gridDim.x * at_once);
+    float near = 0;  // the mean but for rounding
+    if (!shape.rms)
+      near = add(raw, [](const float(&v)[VEC]) {
+        float some = 0;
 #pragma unroll
-    for (int i = 0; i < VEC; ++i) v[i] = fmaf((v[i] - m.mean) * rstd, a[i], b[i]);
-    activate((int)shape.activation, v);
-    store(to + at, v);
+        for (int i = 0; i < VEC; ++i) some += v[i];
+        return make_float2(some, 0);
+      }).x / n;
+    const float2 off = add(raw, [&](const float(&v)[VEC]) {
+      float2 some = make_float2(0, 0);
+#pragma unroll
+      for (int i = 0; i < VEC; ++i) some.x += v[i] - near, some.y = fmaf(v[i] - near, v[i] - near, some.y);
+      return some;
+    });
+    const Moments m = moments_of(n, near, shape.rms ? 0 : off.x, off.y);
+    const float rstd = rstd_of(m.squares, n, shape);
+    if (row >= shape.images) continue;
+    if (stats && own == 0) stats[row] = make_float2(m.mean, rstd);
+    const int base = shape.groups == 1 ? 0 : (int)(row - divided((int)row, shape.by_groups) * shape.groups) * (int)shape.each;
+#pragma unroll
+    for (int u = 0; u < ITEMS; ++u)
+      if ((u * width + own) * VEC < numbers) {
+        float v[VEC], a[VEC], b[VEC];
+        floats_of(v, raw[u]);
+        parameters_of(a, b, factor, summand, shape, base, (u * width + own) * VEC);
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) v[i] = fmaf((v[i] - m.mean) * rstd, a[i], b[i]);
+        activate((int)shape.activation, v);
+        store(out + row * numbers + (u * width + own) * VEC, v);
+      }
   }
 }
 
@@ -140,16 +153,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
         count += VEC;
       }
   }
-  __shared__ Moments noted[WARPS];
-  Moments m = moments_of(count, first - near, all, squares);
-  m.add_lanes(1);
-  if (threadIdx.x % 32 == 0) noted[threadIdx.x / 32] = m;
-  __syncthreads();
+  // the mean of the slice, and the deviations from it: a thread's own are from its own first number
+  __shared__ float2 room[2][WARPS];
+  const float mean = add_row(make_float2(count > 0 ? fmaf(count, first - near, all) : 0, 0), room[0], THREADS).x / (float)(end - start), off = first - near - mean;
+  const float square = add_row(make_float2(count > 0 ? fmaf(off, fmaf(count, off, 2 * all), squares) : 0, 0), room[1], THREADS).x;
   if (threadIdx.x) return;
-  m = noted[0];
-  for (int w = 1; w < WARPS; ++w) m.add(noted[w]);
-  parts[2 * blockIdx.x] = m.mean;
-  parts[2 * blockIdx.x + 1] = m.squares;
+  parts[2 * blockIdx.x] = mean;
+  parts[2 * blockIdx.x + 1] = square < 0 ? 0 : square;  // a NaN stays one
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)

@@ -11,7 +11,7 @@
 // By hand: nvcc -cubin -arch=sm_90a -I cu cu/nn/norm_small.cu
 #include "nn/norm.cuh"
 
-constexpr int UNROLL = 8;
+constexpr int UNROLL = THREADS > 512 ? 4 : 8;  // as many as registers hold
 
 extern "C" __global__ void __launch_bounds__(THREADS) CLUSTER_DIMS
     norm_small(const data_t* __restrict__ x, const void* __restrict__ gamma, const void* __restrict__ beta, const data_t* __restrict__ added,
@@ -19,7 +19,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) CLUSTER_DIMS
   NEXT_LAUNCH_MAY_COME
   AFTER_LAST_LAUNCH
   extern __shared__ __align__(16) raw_t kept[];  // [items][THREADS]
-  __shared__ float2 room[2][WARPS][32];
+  __shared__ GroupRoom room[2];
 #if CLUSTER > 1
   __shared__ alignas(16) float4 noted[32];
 #endif

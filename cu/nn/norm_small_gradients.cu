@@ -22,7 +22,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) CLUSTER_DIMS
   NEXT_LAUNCH_MAY_COME
   AFTER_LAST_LAUNCH
   extern __shared__ __align__(16) raw_t kept[];  // [items][x, dout][THREADS]
-  __shared__ float2 room[WARPS][32], noted[WARPS][VEC][32];
+  __shared__ GroupRoom room;
+  __shared__ float2 noted[WARPS][VEC][32];
 #if CLUSTER > 1
   __shared__ alignas(16) float4 of_block[32];
 #endif

@@ -9,65 +9,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from pycuda_conv.engines import former, peers  # noqa: F401 peers fills the registry; former knows the names of before
+from pycuda_conv.engines import former, peers, registry  # noqa: F401 peers fills the registry; former knows the names of before
 from pycuda_conv.engines.base import Config, Gone, GoneError, config_again
 from pycuda_conv.engines.compose.bordered import alike, copies
-from pycuda_conv.engines.registry import (
-    BATCHES,
-    alternatives,
-    candidates,
-    choose,
-    config_classes,
-    config_from_table,
-    engine_of,
-    fastest_first,
-    filter_key,
-    find,
-    order,
-    predicted,
-    predictions,
-    reads_c_order,
-    refusal,
-    same_bits,
-    schedule,
-    uses_tensor_cores,
-    with_moments,
-)
+from pycuda_conv.engines.registry import *  # noqa: F403 what its __all__ names
 from pycuda_conv.engines.schedule import Schedule
 
-__all__ = [
-    "BATCHES",
-    "Config",
-    "Gone",
-    "GoneError",
-    "Schedule",
-    "alike",
-    "alternatives",
-    "candidates",
-    "choose",
-    "config_again",
-    "config_classes",
-    "config_from_table",
-    "copies",
-    "engine_of",
-    "fastest_first",
-    "filter_key",
-    "find",
-    "order",
-    "predicted",
-    "predictions",
-    "reads_c_order",
-    "refusal",
-    "same_bits",
-    "schedule",
-    "uses_tensor_cores",
-    "with_moments",
-]  # fmt: skip
+__all__ = ["Config", "Gone", "GoneError", "Schedule", "alike", "config_again", "copies", *registry.__all__]
 
 
 def __getattr__(name: str) -> Any:
     """The class of configurations named `name`."""
     try:
-        return config_classes()[name]
+        return registry.config_classes()[name]
     except KeyError:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None

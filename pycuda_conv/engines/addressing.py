@@ -34,60 +34,27 @@ class Window:
     """Windows, for few channels: the pixels that a filter row reads are contiguous, and a load takes them for the channels of one pixel.
 
     The window of the next output pixel begins `stride` pixels further, so windows overlap, and no value is packed twice.
-
-    Attributes
-    ----------
-    pixel : int
-        Packed channels of one pixel: those of `rows` rows of the image, filled up to a multiple of 8.
-    rows : int
-        The stride along H, if windows can have that many rows: then the filter has fewer rows, and no stride there.
-    shift : int
-        Rows of the first packed row that lie above the filter's first row.
-    wide : int
-        Pixels of a packed row, padding included.
-    covers_unused_rows : bool
-        True if a window covers rows outside the filter. Their weights are 0, and 0 x Inf is NaN, so such inputs need the range check.
     """
 
-    pixel: int
-    rows: int
-    shift: int
-    wide: int
-    covers_unused_rows: bool
+    pixel: int  # packed channels of one: those of `rows` rows of the image, filled up to a multiple of 8
+    rows: int  # the stride along H, if windows can have that many rows: then the filter has fewer rows, and no stride there
+    shift: int  # rows of the first packed row that lie above the filter's first row
+    wide: int  # pixels of a packed row, padding included
+    covers_unused_rows: bool  # rows outside the filter: their weights are 0, and 0 x Inf is NaN, so such inputs need the range check
 
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """How a problem's operands are laid out for the tensor loads.
+    """How a problem's operands are laid out for the tensor loads. `size` and `group` are as these see them."""
 
-    Attributes
-    ----------
-    as_is : bool
-        The input needs no packing: it has 16 bits and its channels are last.
-    level : int
-        How many of the innermost axes are folded while packing.
-    folded : (int, int, int)
-        Taps along each axis that packing turns into channels; 1 where the loads step through the taps.
-    size : (int, int, int)
-        Pixels (D, H, W) of a packed image, as the loads see it.
-    group : int
-        Packed channels of a group, as the loads see it.
-    load : int
-        Channels of a load: 64, 32 or 16.
-    taps : (int, int, int)
-        Taps (T, R, S) of the packed filter.
-    window : Window, optional
-        Set if a load takes the channels of neighbouring pixels for those of one; `size` and `group` are then the loads' view.
-    """
-
-    as_is: bool
-    level: int
-    folded: Size3
-    size: Size3
-    group: int
-    load: int
-    taps: Size3
-    window: Window | None = None
+    as_is: bool  # the input needs no packing: it has 16 bits and its channels are last
+    level: int  # how many of the innermost axes are folded while packing
+    folded: Size3  # taps along each axis that packing turns into channels; 1 where the loads step through the taps
+    size: Size3  # pixels (D, H, W) of a packed image
+    group: int  # packed channels of a group
+    load: int  # channels of a load: 64, 32 or 16
+    taps: Size3  # (T, R, S) of the packed filter
+    window: Window | None = None  # set if a load takes the channels of neighbouring pixels for those of one
 
     @property
     def stored(self) -> Size3:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, ClassVar, Protocol, TypeVar
 
+from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.schedule import Schedule
-from pycuda_conv.engines.variants import VariantSet
+from pycuda_conv.engines.struct import kernel_struct
+from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import Device
+from pycuda_conv.runtime.base import Device, KernelLaunch
+
+#: What every engine needs stands here too.
+__all__ = ["FLAG", "Config", "ConvProblem", "Device", "KernelLaunch", "Schedule", "VariantSet", "costs", "kernel_struct"]
 
 C = TypeVar("C", bound="Config")
 
@@ -32,6 +37,8 @@ class Config:
 
     #: Names that fields had in older tables.
     FORMER: ClassVar[Mapping[str, str]] = {}
+    #: Whether images are packed before the product, unless they lie as it needs them.
+    packs_images: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         CLASSES[cls.__name__] = cls
@@ -59,11 +66,6 @@ class Config:
             if type(value) is not type(defaults[name]) or (type(value) is int and value <= 0):
                 raise ValueError(f"{cls.__name__} takes no {name}={value!r}")
         return cls(**values)
-
-    @property
-    def packs_images(self) -> bool:
-        """Whether images are packed before the product, unless they lie as it needs them."""
-        return False
 
     @property
     def tile(self) -> int:
@@ -137,7 +139,7 @@ class Engine(Protocol):
         """Why `config` can't run `problem`, or None if it can."""
 
     def configs(self, problem: ConvProblem, device: Device) -> Iterable[Config]:
-        """The configurations worth comparing for `problem` on `device`."""
+        """The configurations worth comparing for `problem` on `device`. It is asked about problems alone that its TAKES takes."""
 
     def time(self, problem: ConvProblem, config: Any, device: Device) -> float | None:
         """Microseconds that `config` should take; None where no model knows."""
@@ -163,6 +165,21 @@ class Engine(Protocol):
     def filter_key(self, problem: ConvProblem, config: Any) -> Hashable:
         """Equal for problems whose filter is packed alike, whatever their images; None where the filter is read as it is."""
 
+    def adapts(self, problem: ConvProblem) -> bool:
+        """Whether it may run a `problem` that is :attr:`ConvProblem.adapted`, by a border or integers."""
+
+    def upsamples(self, problem: ConvProblem) -> bool:
+        """The same of one that is :attr:`ConvProblem.upsampled`."""
+
+    def adds_border(self, source: ConvProblem, problem: ConvProblem, config: Any) -> bool:
+        """Whether the launches for the wider image of `problem` can read that of `source`, with its border: then `schedule` takes it."""
+
+    def border_time(self, source: ConvProblem, config: Any) -> float:
+        """Microseconds that such launches take beside those for the wider image."""
+
+    def worthwhile(self, problem: ConvProblem, device: Device) -> bool:
+        """Whether it is worth asking whether it can run on `device`, which may mean to import a library."""
+
 
 # ---- what an engine need not say
 
@@ -180,8 +197,9 @@ def _why_not(engine: Any, problem: ConvProblem) -> str | None:
 
 
 def _refusal(engine: Any, problem: ConvProblem, config: Any) -> str | None:
-    """What its declaration LEGAL says, which includes TAKES."""
-    reason: str | None = engine.LEGAL.refusal(problem, config)
+    """What its declaration LEGAL says, which includes TAKES; or that of the configuration's class."""
+    legal = engine.LEGAL[type(config)] if isinstance(engine.LEGAL, dict) else engine.LEGAL
+    reason: str | None = legal.refusal(problem, config)
     return reason
 
 
@@ -191,25 +209,35 @@ def _choose(engine: Any, problem: ConvProblem, device: Device) -> tuple[float, C
     return fastest((us, config) for us, config in timed if us is not None)
 
 
+def _configs(takes: Any, own: Any, problem: ConvProblem, device: Device) -> Iterator[Config]:
+    """Those that the engine gives of a problem that it takes, and none of others."""
+    if takes.why_not(problem) is None:
+        yield from own(problem, device)
+
+
 def _sum_order(engine: Any, problem: ConvProblem, config: Any) -> Hashable:
     """The fields of a configuration that its ORDER names; all of them without such a name."""
     names = getattr(engine, "ORDER", None)
     return config if names is None else (type(config), *(getattr(config, name) for name in names))
 
 
-def _filter_key(engine: Any, problem: ConvProblem, config: Any) -> None:
-    """None: its kernels read the filter as it is."""
-
-
 #: What :func:`complete` gives to a module: functions get the module before their arguments.
 DEFAULTS: Mapping[str, Any] = {
     "TENSOR_CORES": False, "PRECEDENCE": 0, "unsupported": _unsupported, "why_not": _why_not, "refusal": _refusal, "choose": _choose,
-    "sum_order": _sum_order, "filter_key": _filter_key,
+    "sum_order": _sum_order, "filter_key": lambda engine, *asked: None, "adapts": lambda engine, *asked: False,
+    "upsamples": lambda engine, *asked: False, "adds_border": lambda engine, *asked: False, "border_time": lambda engine, *asked: 0.0,
+    "worthwhile": lambda engine, *asked: True,
 }  # fmt: skip
 
 
 def complete(module: Any) -> Engine:
-    """A module as an engine: it gets what it does not say itself."""
+    """A module as an engine: it gets what it does not say itself; one around others has an AROUND that says most of it."""
+    around = getattr(module, "AROUND", None)
+    for name in ("configs", "time", "choose", "sum_order", "filter_key") if around else ():
+        if not hasattr(module, name):
+            setattr(module, name, getattr(around, name))
+    if hasattr(module, "TAKES"):
+        module.configs = partial(_configs, module.TAKES, module.configs)
     for name, default in DEFAULTS.items():
         if not hasattr(module, name):
             setattr(module, name, partial(default, module) if callable(default) else default)

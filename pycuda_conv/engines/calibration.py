@@ -13,12 +13,11 @@ import json
 import logging
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from pycuda_conv.problem import ConvProblem
@@ -29,10 +28,6 @@ log = logging.getLogger("pycuda_conv")
 
 FORMAT, VERSION = "pycuda_conv calibration", 1
 SHIPPED = Path(__file__).resolve().parents[1] / "tuned" / "models"
-#: So many problems of a kind count as much as what is known of the kind before it.
-PRIOR = 6
-#: A problem's timings count up to this logarithm away from the median of their kind: some were disturbed.
-FAR = 0.25
 #: A factor farther from 1 than this is no calibration but a fault.
 MOST = 16.0
 
@@ -59,18 +54,7 @@ def tile(config: Any) -> str:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The factors of one GPU, and where they come from.
-
-    Attributes
-    ----------
-    gpu, driver, date, command : str
-    capability : (int, int)
-    multiprocessors : int
-    factors : dict of str to float
-        By kind. A kind without one has that of the kind before it.
-    timings : list
-        What the factors were fitted to: [problem's fields, [[engine, configuration, predicted us, measured us], ...]].
-    """
+    """The factors of one GPU, and where they come from."""
 
     gpu: str
     capability: tuple[int, int]
@@ -78,7 +62,8 @@ class Calibration:
     driver: str = ""
     date: str = ""
     command: str = ""
-    factors: Mapping[str, float] = field(default_factory=dict)
+    factors: Mapping[str, float] = field(default_factory=dict)  # by kind; a kind without one has that of the kind before it
+    #: What the factors were fitted to: [problem's fields, [[engine, configuration, predicted us, measured us], ...]].
     timings: tuple[Any, ...] = ()
 
     def factor(self, engine: str, problem: ConvProblem, config: Any = None) -> float:
@@ -93,39 +78,11 @@ class Calibration:
         return next((self.factors[kind] for kind in reversed(known) if kind in self.factors), 1.0)
 
 
-def fit(ratios: Iterable[tuple[str, ConvProblem, Any, float]]) -> dict[str, float]:
-    """The factors that timings ask for, each (engine, problem, configuration, measured over predicted)."""
-    logs: dict[str, dict[ConvProblem, list[float]]] = {}
-    parents: dict[str, str] = {}
-    for engine, problem, config, ratio in ratios:
-        before = ""
-        for kind in kinds(engine, problem, config):
-            logs.setdefault(kind, {}).setdefault(problem, []).append(math.log(ratio))
-            parents[kind], before = before, kind
-    found: dict[str, float] = {"": 0.0}
-    for kind, of_problems in logs.items():  # a kind comes after the one before it
-        means = [math.fsum(some) / len(some) for some in of_problems.values()]
-        parent = found[parents[kind]]
-        middle = median(means)
-        kept = (max(middle - FAR, min(middle + FAR, mean)) - parent for mean in means)
-        found[kind] = parent + math.fsum(kept) / (len(means) + PRIOR)
-    return {kind: round(math.exp(value), 4) for kind, value in sorted(found.items()) if kind}
-
-
 # ---- files
 
 
-_TIMINGS = ',\n "timings": ['
-
-
-def text(one: Calibration) -> str:
-    """A file's text: a line for each factor and each problem, in order, so that files compare well."""
-    about = {name: getattr(one, name) for name in ("gpu", "capability", "multiprocessors", "driver", "date", "command")}
-    about = {"format": FORMAT, "version": VERSION} | about
-    head = ",\n".join(f" {json.dumps(name)}: {json.dumps(value)}" for name, value in about.items())
-    factors = ",\n".join(f"  {json.dumps(kind)}: {factor}" for kind, factor in sorted(one.factors.items()))
-    timings = ",\n".join(f"  {json.dumps(timing)}" for timing in one.timings)
-    return f'{{\n{head},\n "factors": {{\n{factors}\n }}{_TIMINGS}\n{timings}\n ]\n}}\n'
+#: What stands before a file's timings.
+TIMINGS = ',\n "timings": ['
 
 
 def parsed(given: str) -> Calibration:
@@ -158,7 +115,7 @@ def file_name(gpu: str) -> str:
 def read(path: Path) -> Calibration | None:
     """The calibration in a file without its timings; None, with a warning in the log, if it can't be used, or if there is none."""
     try:
-        head, mark, _ = path.read_text(encoding="utf-8").partition(_TIMINGS)  # which take longer to read than all else
+        head, mark, _ = path.read_text(encoding="utf-8").partition(TIMINGS)  # which take longer to read than all else
         return parsed(head + "\n}" if mark else head)
     except (FileNotFoundError, NotADirectoryError):
         return None

@@ -63,16 +63,7 @@ _made: dict[str, Costs] = {}
 def costs(engine: str, **guesses: float) -> Costs:
     """The constants of an engine's model, by its module's name, as "mma.few_inputs".
 
-    Parameters
-    ----------
-    engine : str
-    **guesses : float
-        The constants of a new engine, until some are fitted: what the file has counts before them.
-
-    Raises
-    ------
-    KeyError
-        The file has none of it, and there are no guesses.
+    A new engine has `guesses` until some are fitted: what the file has counts before them. Without either there is a ``KeyError``.
     """
     if engine not in _made:
         known = _table().get(engine, {}) if guesses else _table()[engine]

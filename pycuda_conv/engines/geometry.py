@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import product
 from struct import pack, unpack
-from typing import Any, TypeVar
+from typing import Any
 
 from pycuda_conv import borders
 from pycuda_conv.problem import ConvProblem, Size3
-
-_Arguments = TypeVar("_Arguments", bound=tuple[int, ...])
 
 
 def ceil(a: int, b: int) -> int:
@@ -22,18 +20,15 @@ def ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def even_parts(count: int, wanted: Iterable[int]) -> list[int]:
+    """How many parts of the same length `count` things may be cut into: about each of the `wanted` numbers, and none twice."""
+    return sorted({ceil(count, ceil(count, min(parts, count))) for parts in wanted})
+
+
 def divider(d: int) -> int:
-    """The divisor `d` as the kernels take it: see ``cu/core/division.cuh``.
+    """The divisor `d`, from 0 to 2^31, as kernels take it (``cu/core/division.cuh``): a multiplier in the lower 32 bits, a shift above.
 
-    Parameters
-    ----------
-    d : int
-        From 0 to 2^31. 0, the size of an empty axis, counts as 1: no launched block divides by it.
-
-    Returns
-    -------
-    int
-        A multiplier in the lower 32 bits, a shift in the upper ones.
+    0, the size of an empty axis, counts as 1: no launched block divides by it.
     """
     if not 0 <= d <= 2**31:
         raise ValueError(f"d must be from 0 to 2^31, got {d}")
@@ -63,16 +58,50 @@ def row_major(size: tuple[int, int, int]) -> tuple[int, ...]:
     return h * w, w, 1
 
 
-def arguments(struct: type[_Arguments], **numbers: int) -> _Arguments:
-    """The `struct`, a NamedTuple, of these numbers. A missing field ``by_<name>`` is the :func:`divider` of ``<name>``."""
-    missing = (name for name in _prepared(struct) if name not in numbers)
-    return struct(**numbers, **{name: divider(max(numbers[name[3:]], 1)) for name in missing})
+def arguments(struct: Any, *sources: Any, **numbers: int) -> Any:
+    """The `struct`, a NamedTuple, of these numbers.
+
+    A missing member has the value of that name in the last of the `sources` that has one: named tuples, dataclasses, and problems, of
+    which :func:`_said_of` says what they have. ``by_<name>`` is the :func:`divider` of ``<name>``, which need not be a member.
+    """
+    unknown = [name for name in numbers if name not in struct._fields and f"by_{name}" not in struct._fields]
+    if unknown:
+        raise TypeError(f"{struct.__name__} has no {', '.join(unknown)}")
+    known: dict[str, int] = {}
+    for one in sources:
+        known |= _said_of(one) if isinstance(one, ConvProblem) else one._asdict() if isinstance(one, tuple) else vars(one)  # type: ignore[attr-defined]
+    known |= numbers
+    return struct(*(
+        int(known[name]) if name in known or not name.startswith("by_") else divider(max(known[name[3:]], 1)) for name in struct._fields
+    ))  # fmt: skip
 
 
-@cache
-def _prepared(struct: Any) -> tuple[str, ...]:
-    """The fields of a struct that are dividers."""
-    return tuple(name for name in struct._fields if name.startswith("by_"))
+@lru_cache(maxsize=64)
+def _said_of(problem: ConvProblem) -> dict[str, int]:
+    """What a problem has of the members' names: sizes by their letters or words, x_ and y_ for strides of what is read and written."""
+    (depth, height, width), (o, p, q), (t, r, s) = problem.operand_size, problem.result_size, problem.filter_size
+    channels, rows, plane, size = problem.operand_channels, problem.result_channels, o * p * q, math.prod(problem.result_shape)
+    found = {
+        "n": problem.N, "c": channels, "k": rows, "groups": problem.groups, "channels": channels, "rows": rows, "o": o, "p": p, "q": q,
+        "t": t, "r": r, "s": s, "taps": t * r * s, "rs": r * s, "d": depth, "h": height, "w": width, "hw": height * width, "depth": depth,
+        "height": height, "width": width, "multiplier": problem.K // max(problem.C, 1), "plane": plane, "pq": p * q, "load_plane": plane,
+        "load_pq": p * q, "load_q": q, "pixels": problem.N * plane, "size": size, "part_size": size,
+    }  # fmt: skip
+    found |= by_axis("stride_", problem.stride) | by_axis("pad_", problem.padding_before)
+    found |= by_axis("dil_", problem.dilation) | by_axis("dilation_", problem.dilation)
+    for prefix, strides in (("x_", read_strides(problem)), ("y_", written_strides(problem))):
+        found |= {prefix + name: step for name, step in vars(strides).items()}
+    return found | (near_sides(problem) or {}) | finish(problem)
+
+
+def finish(problem: ConvProblem, split: bool = False) -> dict[str, int]:
+    """The arguments that ``epilogue.cuh`` and ``finish.cuh`` read. In launches for parts of a split sum they are 0: the sum gets them."""
+    activation, slope = problem.activation_and_slope
+    asked = {
+        "has_scale": 2 if problem.float_scale else int(problem.has_scale), "has_bias": int(problem.has_bias), "activation": activation,
+        "slope": bits(slope, accumulator_bytes(problem)), "has_residual": int(problem.has_residual),
+    }  # fmt: skip
+    return dict.fromkeys(asked, 0) if split else asked
 
 
 def accumulator_bytes(problem: ConvProblem) -> int:

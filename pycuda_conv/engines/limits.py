@@ -21,17 +21,9 @@ Limit = Any  # (sentence, function of a problem) or a function of a problem; of 
 
 
 class Devices(NamedTuple):
-    """The devices that kernels run on.
+    """The devices that kernels run on."""
 
-    Attributes
-    ----------
-    sentence : str
-        What is said of other devices.
-    holds : callable
-        Whether the kernels run on a device.
-    """
-
-    sentence: str
+    sentence: str  # what is said of others
     holds: Callable[[Device], bool]
 
     def why_not(self, device: Device) -> str | None:

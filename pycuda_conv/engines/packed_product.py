@@ -10,14 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing, flagged, packed_layout
+from pycuda_conv.engines.base import FLAG, kernel_struct
 from pycuda_conv.engines.geometry import Phase, arguments, by_axis, filter_last_strides, places, row_major, written_strides
 from pycuda_conv.engines.packing import Operands, pack_operands
 from pycuda_conv.engines.range_guard import MomentsLayout
 from pycuda_conv.engines.schedule import RESULT, WORKSPACE, Arena, Moments, Schedule
 from pycuda_conv.engines.split_sum import reduce_launch
-from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, FLOAT, HALF, products
-from pycuda_conv.engines.variants import FLAG
 from pycuda_conv.problem import ConvProblem, Size3
 from pycuda_conv.runtime.base import BufferSlice, KernelLaunch
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pycuda_conv.engines.addressing import PackedLayout, filter_sizes, flagged, packed_layout, row_blocks, size3
+from pycuda_conv.engines.base import FLAG, VariantSet, kernel_struct
 from pycuda_conv.engines.geometry import (
     Strides,
     arguments,
@@ -26,9 +27,7 @@ from pycuda_conv.engines.geometry import (
 )
 from pycuda_conv.engines.range_guard import slack
 from pycuda_conv.engines.schedule import INPUT, PACKED, WEIGHT, Arena
-from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, FLOAT, HALF, limbs
-from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import ConvProblem, Size3
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch
 
@@ -142,7 +141,7 @@ def adds_border(source: ConvProblem, problem: ConvProblem, windows: bool) -> boo
 
     `windows`: see :func:`packing`.
     """
-    if source.border is None or source.input_dtype or source.direction == "dgrad" or near_sides(source) is None:
+    if source.direction == "dgrad":
         return False
     packed, _ = packed_layout(problem, windows)
     return problem == source.padded and not (packed.level or packed.as_is or packed.window)
@@ -189,20 +188,16 @@ def packed_array(
     }
     fitting, pieces = _fitting(problem, packed), packed.load // 8
     args = arguments(
-        PackArguments, filter_rows=0, row_bits=0, images=images, lines=lines, **tile, slices=0, groups=groups,
-        group_chunks=group // 8, channels=read,
-        slack=slack(problem), too_small=1 + problem.batch_invariant, each=0, **dict(zip("dhw", size, strict=True)), x_image=strides.image,
-        x_group=strides.group,
-        x_channel=strides.channel, x_pixel=strides.pixel, **by_axis("packed_", packed_size),
+        PackArguments, filter_rows=0, row_bits=0, images=images, lines=lines, **tile, slices=0, groups=groups, group_chunks=group // 8,
+        channels=read, slack=slack(problem), too_small=1 + problem.batch_invariant, each=0, **dict(zip("dhw", size, strict=True)),
+        x_image=strides.image, x_group=strides.group, x_channel=strides.channel, x_pixel=strides.pixel, **by_axis("packed_", packed_size),
         **_columns(problem, not as_filter and not packed.level and source is None), **_border(source), folds=math.prod(packed.folded),
-        fold_r=packed.folded[1],
-        fold_s=packed.folded[2], **by_axis("stride_", steps), **by_axis("pad_", pads), **by_axis("dilation_", dilations),
-        rows_group=written,
-        padded_group=64 * blocks, w_group=w_group, w_m=w_row, w_c=w_channel, w_tap=1, taps=taps, all_taps=all_taps,
-        piece_bits=(pieces - 1).bit_length(), channel_blocks=channel_blocks, row_blocks=row_blocks(problem, packed),
-        row_pieces=channel_blocks * pieces, fitting=fitting, part_pieces=fitting // 8, parts=filter_parts(problem, packed),
-        window=packed.pixel if packed.window else 0, shift=packed.window.shift if packed.window else 0, packed_r=packed.taps[1],
-        filter_r=r, filter_s=s, tickets=0,
+        fold_r=packed.folded[1], fold_s=packed.folded[2], **by_axis("stride_", steps), **by_axis("pad_", pads),
+        **by_axis("dilation_", dilations), rows_group=written, padded_group=64 * blocks, w_group=w_group, w_m=w_row, w_c=w_channel, w_tap=1,
+        taps=taps, all_taps=all_taps, piece_bits=(pieces - 1).bit_length(), channel_blocks=channel_blocks,
+        row_blocks=row_blocks(problem, packed), row_pieces=channel_blocks * pieces, fitting=fitting, part_pieces=fitting // 8,
+        parts=filter_parts(problem, packed), window=packed.pixel if packed.window else 0, shift=packed.window.shift if packed.window else 0,
+        packed_r=packed.taps[1], filter_r=r, filter_s=s, tickets=0,
     )  # fmt: skip
     straight = problem.layout == "NHWC" and (not packed.level or eights)  # nothing is transposed in shared memory
     return PackedArray(defines, args, 0 if straight else 16 * count * _thread_pixels(problem, packed) * PACK_THREADS,

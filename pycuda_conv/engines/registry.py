@@ -13,12 +13,19 @@ from typing import Any
 from pycuda_conv.engines import calibration, packing, split_sum
 from pycuda_conv.engines.base import BY_RULE, GONE, Config, Engine, GoneError, fastest
 from pycuda_conv.engines.costs import costs
+from pycuda_conv.engines.geometry import near_sides
 from pycuda_conv.engines.hopper.common import MEMORY
 from pycuda_conv.engines.schedule import GRID_LIMIT, Schedule
 from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device
+
+#: What :mod:`pycuda_conv.engines` has of this module.
+__all__ = [
+    "BATCHES", "alternatives", "candidates", "choose", "config_classes", "config_from_table", "engine_of", "fastest_first", "filter_key",
+    "find", "order", "predicted", "predictions", "reads_c_order", "refusal", "same_bits", "schedule", "uses_tensor_cores", "with_moments",
+]  # fmt: skip
 
 #: All engines; :mod:`pycuda_conv.engines.peers` lists them here. Among equal predictions that of the first engine wins.
 ENGINES: tuple[Engine, ...] = ()
@@ -86,10 +93,9 @@ def refusal(problem: ConvProblem, config: Config, device: Device) -> str | None:
     return engine.unsupported(device) or engine.refusal(problem.launched, config)
 
 
-def adapts(engine: Any, launched: ConvProblem) -> bool:
-    """Whether an engine may run a problem that is :attr:`ConvProblem.adapted`: those that may have a function that says so."""
-    says = getattr(engine, "upsamples" if launched.upsampled else "adapts", None)
-    return says is not None and bool(says(launched))
+def adapts(engine: Engine, launched: ConvProblem) -> bool:
+    """Whether an engine may run a problem that is :attr:`ConvProblem.adapted`."""
+    return bool((engine.upsamples if launched.upsampled else engine.adapts)(launched))
 
 
 def choose(problem: ConvProblem, device: Device) -> Config:
@@ -192,11 +198,16 @@ def _in_order(problem: ConvProblem, wanted: Any, more: Iterable[Config], device:
     Each comes with the microseconds that it should take.
     """
     engine, sums = wanted
-    launched = problem.launched
+    known, launched = legal(engine, problem.launched, device, more), problem.launched
+    alike = [one for one in known if engine.sum_order(launched, one) == sums]
+    return sorted(((predicted(problem, one, device) or 0.0, one) for one in alike), key=lambda pair: pair[0])
+
+
+def legal(engine: Engine, launched: ConvProblem, device: Device, more: Iterable[Config] = ()) -> list[Config]:
+    """An engine's choice, the configurations that it compares, and `more`, as far as they can run a problem."""
     choice = engine.choose(launched, device)
     known = dict.fromkeys([*([choice[1]] if choice else []), *engine.configs(launched, device), *more])
-    alike = [one for one in known if engine.refusal(launched, one) is None and engine.sum_order(launched, one) == sums]
-    return sorted(((predicted(problem, one, device) or 0.0, one) for one in alike), key=lambda pair: pair[0])
+    return [one for one in known if engine.refusal(launched, one) is None]
 
 
 def predicted(problem: ConvProblem, config: Config, device: Device) -> float | None:
@@ -255,37 +266,29 @@ def same_bits(problem: ConvProblem, config: Config, others: Iterable[Config]) ->
             yield one
 
 
-def schedule(problem: ConvProblem, config: Config, device: Device, with_moments: bool = False) -> Schedule:
+def schedule(
+    problem: ConvProblem, config: Config, device: Device, with_moments: bool = False, source: ConvProblem | None = None
+) -> Schedule:
     """The launches of `config` for `problem` on `device`; a ``ValueError`` if it can't run it.
 
-    With `with_moments` they compute the moments of the result, if they can: see :attr:`Schedule.moments`.
+    With `with_moments` they compute the moments of the result, if they can: see :attr:`Schedule.moments`. With `source`, whose
+    :attr:`ConvProblem.padded` the problem is, they read its image: see :func:`adds_border`.
     """
     reason = refusal(problem, config, device)
     if reason:
         raise ValueError(f"{config} can't run {problem}: {reason}")
-    return engine_of(config).schedule(problem.launched, config, device, with_moments)
+    return engine_of(config).schedule(problem.launched, config, device, with_moments, *([source] if source else []))
 
 
 def adds_border(source: ConvProblem, config: Config) -> bool:
-    """Whether the launches of `config` for the :attr:`ConvProblem.padded` of `source` can read the image of `source` itself."""
-    says, problem = getattr(engine_of(config), "adds_border", None), source.padded
-    return says is not None and problem == problem.launched and bool(says(source, problem, config))
+    """Whether the launches of `config` for the :attr:`ConvProblem.padded` of `source` can read the image of `source` itself.
 
-
-def border_time(source: ConvProblem, config: Config) -> float:
-    """Microseconds that such launches take beside those for the wider image, where the engine says so."""
-    says = getattr(engine_of(config), "border_time", None)
-    return 0.0 if says is None else float(says(source, config))
-
-
-def schedule_with_border(source: ConvProblem, config: Config, device: Device) -> Schedule:
-    """These launches; see :func:`adds_border`."""
+    Engines are asked about borders of the image's own pixels, no further than to its other end.
+    """
+    if source.border is None or source.input_dtype or near_sides(source) is None:
+        return False
     problem = source.padded
-    reason = refusal(problem, config, device)
-    if reason:
-        raise ValueError(f"{config} can't run {problem}: {reason}")
-    made: Schedule = engine_of(config).schedule_with_border(source, config, device)  # type: ignore[attr-defined]  # such engines have it
-    return made
+    return problem == problem.launched and engine_of(config).adds_border(source, problem, config)
 
 
 def with_moments(problem: ConvProblem, config: Config, device: Device) -> Config:
@@ -319,18 +322,11 @@ def filter_key(problem: ConvProblem, config: Config) -> Hashable:
     return key and (key, problem.batch_invariant)
 
 
-def _worthwhile(engine: Any, launched: ConvProblem, device: Device) -> bool:
-    """False if the engine says so, before it is asked whether it can run on `device`: that may mean to import a library."""
-    says = getattr(engine, "worthwhile", None)
-    return says is None or bool(says(launched, device))
-
-
 def _engines(device: Device, problem: ConvProblem) -> list[Engine]:
     """The engines that may run `problem`: of those that its algorithm names, or of all if none of these can."""
     launched = problem.launched
     asked = [engine for engine in ENGINES if launched.layout in engine.LAYOUTS and (not launched.adapted or adapts(engine, launched))]
-    asked = [engine for engine in asked if _worthwhile(engine, launched, device)]
-    found = [engine for engine in asked if engine.unsupported(device) is None]
+    found = [engine for engine in asked if engine.worthwhile(launched, device) and engine.unsupported(device) is None]
     if launched.adapted:
         return found
     if problem.algorithm == "fft":

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
-from pycuda_conv.engines.geometry import accumulator_bytes, bits, ceil, filter_last_strides, filter_strides
+from pycuda_conv.engines.geometry import ceil, filter_last_strides, filter_strides
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
@@ -46,26 +46,14 @@ OPERANDS = INPUT, WEIGHT, *FINISH, RESULT
 
 @dataclass(frozen=True)
 class Moments:
-    """Moments of a convolution's result, channel by channel, which it notes for a batch norm behind it.
+    """Moments of a convolution's result, channel by channel, which it notes for a batch norm behind it."""
 
-    Attributes
-    ----------
-    sets, span, per : int
-        There are `sets` sets of `span` pixels. A set is cut into slices of `per` pixels; its last slice may be shorter.
-    channels : int
-    parts : int
-        Where the moments lie in the workspace: [slice][mean, sum of squared deviations from it][channel].
-    redone : int
-        Where each block notes whether it computed some results once more: then the moments are not those of the final results.
-    blocks : int
-    """
-
-    sets: int
+    sets: int  # each of `span` pixels, cut into slices of `per` pixels; the last slice may be shorter
     span: int
     per: int
     channels: int
-    parts: int = 0
-    redone: int = 0
+    parts: int = 0  # where they lie in the workspace: [slice][mean, sum of squared deviations from it][channel]
+    redone: int = 0  # where each block notes whether it computed some results once more: then these are not the final results' moments
     blocks: int = 0
 
     @property
@@ -131,22 +119,6 @@ def check_shared(problem: ConvProblem, config: Any, device: Device, needed: int)
     """A ``ValueError`` if a block of `config` needs more bytes of shared memory than it may have on a GPU."""
     if device.backend == "cuda" and needed > shared_limit(device):
         raise ValueError(f"{config} can't run {problem}: it needs {needed:,} bytes of shared memory; a block has {shared_limit(device):,}")
-
-
-def finish(problem: ConvProblem, split: bool = False, asks_residual: bool = True) -> dict[str, int]:
-    """The arguments that ``epilogue.cuh`` and ``finish.cuh`` read. In launches for parts of a split sum they are 0: the sum gets them.
-
-    Without `asks_residual` the argument for a residual is missing: the kernel is compiled for one, or for none.
-    """
-    activation, slope = problem.activation_and_slope
-    has_scale = 2 if problem.float_scale else int(problem.has_scale)
-    asked = {
-        "has_scale": has_scale, "has_bias": int(problem.has_bias), "activation": activation,
-        "slope": bits(slope, accumulator_bytes(problem)),
-    }  # fmt: skip
-    if asks_residual:
-        asked["has_residual"] = int(problem.has_residual)
-    return dict.fromkeys(asked, 0) if split else asked
 
 
 def finish_constants(args: Any) -> dict[str, int]:

@@ -6,11 +6,10 @@ import math
 from collections.abc import Iterator
 from typing import Any, cast
 
+from pycuda_conv.engines.base import FLAG, VariantSet, kernel_struct
 from pycuda_conv.engines.costs import costs, spread
-from pycuda_conv.engines.geometry import ceil, divider
-from pycuda_conv.engines.schedule import FINISH, RESULT, WORKSPACE, Schedule, finish
-from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.variants import FLAG, VariantSet
+from pycuda_conv.engines.geometry import arguments, ceil
+from pycuda_conv.engines.schedule import FINISH, RESULT, WORKSPACE, Schedule
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch
 
@@ -32,17 +31,12 @@ def reduce_launch(problem: ConvProblem, split: int, parts: BufferSlice) -> Kerne
     """The launch that adds the `parts` of a split sum in a fixed order, and finishes it: ``direct/reduce.cu``."""
     size = math.prod(problem.result_shape)
     plane, channels = 1 if problem.layout == "NHWC" else math.prod(problem.result_size), problem.result_channels
-    defines = {
-        "DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(split * size >= 2**31), "THREADS": THREADS,
-    }  # fmt: skip
+    defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(split * size >= 2**31), "THREADS": THREADS}
     lanes = _lanes(split)
-    width = THREADS // lanes
-    arguments = ReduceArguments(
-        size, split, width.bit_length() - 1, ceil(split, lanes), plane, divider(plane), channels, divider(channels),
-        **finish(problem),
-    )  # fmt: skip
+    width, run = THREADS // lanes, ceil(split, lanes)
+    args = arguments(ReduceArguments, problem, split=split, width=width.bit_length() - 1, run=run, plane=plane, channels=channels)
     buffers = (parts, *FINISH, RESULT)
-    return KernelLaunch("direct_reduce", defines, ceil(size, width), THREADS, buffers, (), arguments=arguments)
+    return KernelLaunch("direct_reduce", defines, ceil(size, width), THREADS, buffers, (), arguments=args)
 
 
 def in_parts(problem: ConvProblem, launch: KernelLaunch, parts: int, nbytes: int = 4) -> Schedule:

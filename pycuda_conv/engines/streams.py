@@ -19,7 +19,7 @@ from pycuda_conv.runtime.base import Device
 
 #: Engines' configurations whose results do not depend on their place, nor on other numbers of the image. Of those behind, not in float32
 #: with three products: they scale an image by its numbers.
-ANYWHERE = ("Gemm", "Batched", "Tile", "Single", "Dgrad", "Depthwise", "DepthwiseStrips", "Dmma")
+ANYWHERE = ("Gemm", "Batched", "Tile", "Single", "Dgrad", "Depthwise", "DepthwiseStrips", "Dmma", "FewChannels")
 NOT_OF_LIMBS = ("DenseNhwc", "GatherNhwc", "Planes", "GatheredPlanes", "ImplicitGemm", "ImplicitGemm80", "GroupedNhwc")
 #: Those that give their work to another.
 AROUND = "ViaNhwc", "Filled"
@@ -57,12 +57,10 @@ def _possible(problem: ConvProblem, device: Device) -> Iterator[tuple[float, Con
     """The configurations that serve, with the microseconds that they should take."""
     launched = problem.launched
     for engine in registry.ENGINES:
-        if launched.layout not in engine.LAYOUTS or engine.unsupported(device) is not None:
-            continue
-        chosen = engine.choose(launched, device)
-        for config in dict.fromkeys([*([chosen[1]] if chosen else []), *engine.configs(launched, device)]):
-            if serves(launched, config) and engine.refusal(launched, config) is None:
-                yield engine.time(launched, config, device) or 0.0, config
+        if launched.layout in engine.LAYOUTS and engine.unsupported(device) is None:
+            for config in registry.legal(engine, launched, device):
+                if serves(launched, config):
+                    yield engine.time(launched, config, device) or 0.0, config
 
 
 #: By layer and by what engines ask of a device: the order.

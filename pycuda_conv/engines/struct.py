@@ -10,19 +10,10 @@ from pycuda_conv.runtime.base import shown_file, struct_members
 
 
 def kernel_struct(file: str, name: str) -> Any:
-    """The class of a struct's values: a named tuple with the members that the kernel's text declares, in their order.
+    """The class of a struct's values: a named tuple with the members that the kernel's text declares, and explains, in their order.
 
-    Parameters
-    ----------
-    file : str
-        The kernel's file in ``cu/``, without ``.cu``. The struct may stand in a header instead.
-    name : str
-        The struct, whose members must be 64-bit integers. The text explains each of them.
-
-    Raises
-    ------
-    TypeError
-        There is no such struct, or it has other members.
+    `file` is the kernel's in ``cu/``, without ``.cu``, or a header. There is a ``TypeError`` if it has no such struct, or one with
+    members other than 64-bit integers.
     """
     made: Any = namedtuple(name, struct_members(file, name))  # type: ignore[misc]
     made.__doc__ = f"struct {name} of {shown_file(file)}"

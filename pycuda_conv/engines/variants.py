@@ -12,30 +12,14 @@ FLAG = (0, 1)
 Defines = Mapping[str, int]
 
 
-def _any(defines: Defines) -> bool:
-    return True
-
-
 @dataclass(frozen=True)
 class VariantSet:
-    """Variants of one kernel file: its text with some values of its defines.
+    """Variants of one kernel file: its text with some values of its defines."""
 
-    Attributes
-    ----------
-    file : str
-        The kernel's file in ``cu/``, without ``.cu``.
-    choices : mapping of str to tuple of int
-        The values of every define.
-    goes : callable
-        Whether a choice of values is ever launched.
-    arch : str
-        The target, if it is not the GPU's plain one.
-    """
-
-    file: str
-    choices: Mapping[str, tuple[int, ...]]
-    goes: Callable[[Defines], bool] = _any
-    arch: str = ""
+    file: str  # in ``cu/``, without ``.cu``
+    choices: Mapping[str, tuple[int, ...]]  # the values of every define
+    goes: Callable[[Defines], bool] = lambda defines: True  # whether a choice of values is ever launched
+    arch: str = ""  # the target, if it is not the GPU's plain one
 
     def __iter__(self) -> Iterator[dict[str, int]]:
         for values in product(*self.choices.values()):

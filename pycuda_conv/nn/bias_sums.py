@@ -34,15 +34,13 @@ def summed(ndim: int, gradient: Any) -> Any:
     if made is not None:
         return made[1]
     sums = dispatch.sum_channels(ndim, gradient, None, None, True)
-    name = repeat.key(("bias", ndim), gradient) if repeat.possible() else None
-    layout = TORCH.layout(gradient, ndim)
+    device: Any = TORCH.device(TORCH.signature(gradient), None)
+    name, layout = _again.new_key(("bias", ndim), (gradient,), device), TORCH.layout(gradient, ndim)
     order = channels_last(gradient.dim(), ndim) if layout == "NHWC" else None
-    if name is not None and name not in _again and TORCH.is_kernel_input(gradient, order):
-        device: Any = TORCH.device(TORCH.signature(gradient), None)
+    if name is not None and TORCH.is_kernel_input(gradient, order):
         shape, images = gradient.shape, gradient.shape[0] if gradient.dim() == ndim + 2 else 1
         pixels = batch_norm.Pixels(TORCH.dtype_name(gradient.dtype), layout, images, shape[-ndim - 1], math.prod(shape[-ndim:]))
-        if not device.capturing():
-            steps, nbytes = batch_norm.channel_sums(pixels, device.multiprocessors)
-            results = [TORCH.maker((pixels.K,), gradient.dtype, gradient.device, None)]
-            _again.put(name, repeat.launch_sequence(TORCH, device, [[one] for one in steps], gradient, 1, results, nbytes))
+        steps, nbytes = batch_norm.channel_sums(pixels, device.multiprocessors)
+        results = [TORCH.maker((pixels.K,), gradient.dtype, gradient.device, None)]
+        _again.put(name, repeat.launch_sequence(TORCH, device, [[one] for one in steps], gradient, 1, results, nbytes))
     return sums

@@ -33,8 +33,8 @@ def cat(a: Any, b: Any) -> Any:
     shape = (a.shape[0], a.shape[1] + b.shape[1], *a.shape[2:])
     out = TORCH.empty(shape, a, device, order)
     execute.launch(TORCH, device, _launcher(pixels, a.shape[1] * size, b.shape[1] * size, device), (a, b), (out,), 0)
-    name = repeat.key(_WORDS, a, b) if repeat.possible() else None
-    if name is not None and name not in _again and not device.capturing():
+    name = _again.new_key(_WORDS, (a, b), device)
+    if name is not None:
         steps = [[engine.join(pixels, a.shape[1] * size, b.shape[1] * size)]]
         results = [TORCH.maker(shape, a.dtype, a.device, order)]
         _again.put(name, repeat.launch_sequence(TORCH, device, steps, out, 2, results, 0))

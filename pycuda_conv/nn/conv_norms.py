@@ -109,8 +109,8 @@ def _computed(conv: tuple[Any, ...], asked: Asked, operands: tuple[Tensor | None
 
         vectors = [None if one is None else one.contiguous() for one in (gamma, beta, added)]
         execute.launch(TORCH, plan.device, launch, (*given, *vectors), (y, stats, out), start + found.nbytes)
-    name = repeat.key((conv, asked), *operands) if plan.may_be_repeated and repeat.possible() else None
-    if name is not None and name not in _again and not plan.device.capturing():
+    name = _again.new_key((conv, asked), operands, plan.device, plan)
+    if name is not None:
         ready = None
         same = given[0] is x and given[1] is weight and all(a is b for a, b in zip(vectors, (gamma, beta, added), strict=True))
         if same and (bias is None or bias.is_contiguous()):

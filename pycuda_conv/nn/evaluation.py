@@ -110,8 +110,8 @@ def _eps_of(eps: float, var: Tensor | None) -> float:
 def _remember(asked: tuple[Any, ...], operands: Sequence[Tensor | None], ways: Any, y: Tensor) -> None:
     """Put a call that was just made into the table, unless better kernels for it are ready."""
     plan, (order, filter_order) = ways.plan, ways.orders
-    name = repeat.key(asked, *operands) if plan.may_be_repeated and repeat.possible() else None
-    if name is None or name in _again or plan.device.capturing():
+    name = _again.new_key(asked, operands, plan.device, plan)
+    if name is None:
         return
     ready, orders = None, (order, filter_order, None, None, None, None, None, order)
     vectors = operands[3:7]  # gamma, beta, mean, variance

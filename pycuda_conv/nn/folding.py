@@ -227,8 +227,8 @@ def computed(asked: tuple[Any, ...], start: int, x: Tensor, weight: Tensor, fold
     channels = ways.plan.problem.result_channels
     y = result(ways, x, weight, folded[start : start + channels], folded[start + channels : start + 2 * channels], residual)
     plan, (order, filter_order) = ways.plan, ways.orders
-    name = repeat.key((start, *asked), *operands) if plan.may_be_repeated and repeat.possible() else None
-    if name is None or name in _again or plan.device.capturing() or TORCH.layout(x, plan.problem.ndim) != plan.problem.layout:
+    name = _again.new_key((start, *asked), operands, plan.device, plan)
+    if name is None or TORCH.layout(x, plan.problem.ndim) != plan.problem.layout:
         return y
     ready = None
     given = (x, order), (weight, filter_order), (residual, order)

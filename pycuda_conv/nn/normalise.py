@@ -332,14 +332,13 @@ def _remember(
     options: tuple[Any, ...], asked: Asked, x: Any, gamma: Any, beta: Any, out: Any, recorded: bool, added: Any = None
 ) -> None:
     """Put a forward pass into the table."""
-    name = repeat.key(options, x, gamma, beta, added) if repeat.possible() else None
     order = _order(x, asked)
-    if name is None or name in _again or not TORCH.is_kernel_input(x, order) or (added is not None and not added.is_contiguous()):
-        return
     found = _device_of(asked, TORCH.signature(x), order is not None, (_is_wide(x, gamma), _is_wide(x, beta)))
-    if found is None or found[1].capturing():
-        return
+    assert found is not None
     norm, device = found
+    name = _again.new_key(options, (x, gamma, beta, added), device)
+    if name is None or not TORCH.is_kernel_input(x, order) or (added is not None and not added.is_contiguous()):
+        return
     steps, nbytes = engine.steps_for(norm, device)
     kept = recorded or not engine.is_whole(norm, device)
     # x, gamma, beta, added | stats, out | workspace | none
@@ -429,8 +428,8 @@ def _first_backward(
     launcher, workspace = engine.compiled(norm, device, "", True)
     by_gamma, by_beta = (None if one is None else torch.empty_like(one) for one in (gamma, beta))
     execute.launch(TORCH, device, launcher, (given, dense, stats, gamma, beta, besides), (dx, by_gamma, by_beta), workspace)
-    name = repeat.key(options, dout, x, stats, gamma, beta, more) if repeat.possible() else None
-    if name is not None and name not in _again and given is x and dense is dout and besides is more and not device.capturing():
+    name = _again.new_key(options, (dout, x, stats, gamma, beta, more), device)
+    if name is not None and given is x and dense is dout and besides is more:
         steps, nbytes = engine.steps_for(norm, device, gradient=True)
         results = [TORCH.maker(tuple(x.shape), x.dtype, x.device, order)]
         results += [TORCH.maker(tuple(one.shape), one.dtype, one.device, None) for one in (gamma, beta) if one is not None]

@@ -101,26 +101,22 @@ def _remember(
     """Put a forward pass into the table. `operands` are those of its key."""
     x, batches = operands[0], operands[-1]
     assert x is not None
-    name = repeat.key(asked, *operands) if repeat.possible() and counts else None
-    order = fused._order(x)
-    if name is None or name in _again or not TORCH.is_kernel_input(x, order):
+    device, order = TORCH.device(TORCH.signature(x), None), fused._order(x)
+    name = _again.new_key(asked, operands, device) if counts else None
+    if name is None or not TORCH.is_kernel_input(x, order):
         return
-    found = fused._compiled(batch_norm.forward, TORCH.signature(x), order, activation, False)
-    if found is None or found[0].capturing():
-        return
-    device: Any = found[0]
     pixels = fused._pixels(x.shape, TORCH.dtype_name(x.dtype), "NHWC" if order else "NCHW")
     # x, gamma, beta, running mean and variance, batches | mean and invstd, out | workspace | none
     ax, ag, at, am, av, an, mean, ao, scratch, none = ((i, 0) for i in range(10))
     invstd, counted = (mean[0], pixels.K * pixels.sum_bytes), none if batches is None else an
     if pixels.whole:
         both, nbytes = batch_norm.whole_forward(pixels, device.multiprocessors, eps, momentum, activation)
-        steps = repeat.rebind_buffers([[one] for one in both], (ax, none, ag, at, none, mean, invstd, am, av, counted, ao))
+        steps = repeat.rebind_buffers([[one] for one in both], (ax, none, ag, at, none, mean, invstd, am, av, counted, ao, none))
     else:
         of_batch, nbytes = batch_norm.statistics(pixels, device.multiprocessors, eps, momentum)
         normalised, _ = batch_norm.forward(pixels, device.multiprocessors, activation)
         steps = repeat.rebind_buffers([[one] for one in of_batch], (ax, none, mean, invstd, am, av, counted, scratch))
-        steps += repeat.rebind_buffers([[one] for one in normalised], (ax, mean, invstd, ag, at, none, ao))
+        steps += repeat.rebind_buffers([[one] for one in normalised], (ax, mean, invstd, ag, at, none, ao, none))
     results = [TORCH.maker((2, pixels.K), fused._sums_dtype(x), x.device, None), TORCH.maker(tuple(x.shape), x.dtype, x.device, order)]
     _again.put(name, repeat.launch_sequence(TORCH, device, steps, out, len(operands), results, nbytes))
 
@@ -185,13 +181,10 @@ def _remember_backward(asked: tuple[Any, ...], operands: Sequence[Tensor | None]
     """Put a backward pass into the table."""
     x = operands[1]
     assert x is not None
-    name, order = repeat.key(asked, *operands) if repeat.possible() else None, fused._order(x)
-    if name is None or name in _again or not TORCH.is_kernel_input(x, order):
+    device, order = TORCH.device(TORCH.signature(x), None), fused._order(x)
+    name = _again.new_key(asked, operands, device)
+    if name is None or not TORCH.is_kernel_input(x, order):
         return
-    found = fused._compiled(batch_norm.backward, TORCH.signature(x), order, *options)
-    if found is None or found[0].capturing():
-        return
-    device: Any = found[0]
     pixels = fused._pixels(x.shape, TORCH.dtype_name(x.dtype), "NHWC" if order else "NCHW")
     # dout, x, gamma, beta, mean and invstd | sums, dx | workspace | none
     ad, ax, ag, at, mean, sums, dx, scratch, none = ((i, 0) for i in range(9))

@@ -83,8 +83,8 @@ def _computed(asked: tuple[Any, ...], of_other: tuple[Any, ...], start: int, ope
         vectors = folded[start : start + channels], folded[start + channels : start + 2 * channels]
         launcher = device.schedule_launcher([[launch]])
         execute.launch(TORCH, device, launcher, (x, weight, *vectors, residual, other, other_weight), (y,), 0)
-    name = repeat.key((start, *asked, *of_other), *operands) if settled and repeat.possible() else None
-    if name is not None and name not in _again and folded.is_contiguous() and not device.capturing():
+    name = _again.new_key((start, *asked, *of_other), operands, device) if settled else None
+    if name is not None and folded.is_contiguous():
         # x, weight, residual, other, its weight, folded | y | workspace | none
         ax, aw, ar, ao, of, af, ay, *_ = ((i, 0) for i in range(9))
         each = folded.element_size()

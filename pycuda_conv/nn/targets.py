@@ -462,6 +462,19 @@ class Operators(_Folding):
             return self.graph.call_function(torch.ops.pycuda_conv.norm_recorded.default, (x, gamma, beta, *options))
         return self.graph.call_function(torch.ops.pycuda_conv.norm.default, (x, gamma, beta, added, *options))
 
+    def normalise_pixels(self, x: Any, gamma: Any, asked: Asked) -> Node | None:
+        if not normalise.pays(value(x)):
+            return None
+        last, permute = value(x).dim() - 1, torch.ops.aten.permute.default
+        rows = self.graph.call_function(permute, (x, [0, *range(2, last + 1), 1]))
+        made = self.graph.call_function(
+            torch.ops.pycuda_conv.norm.default, (rows, gamma, None, None, asked.eps, normalise.spec_of(asked))
+        )
+        with torch.no_grad():
+            rows.meta["example_value"] = value(x).movedim(1, last)
+            made.meta["example_value"] = torch.empty_like(value(rows))
+        return self.graph.call_function(permute, (made, [0, last, *range(1, last)]))
+
     def convolve_and_normalise(self, options: Options, operands: Sequence[Any], asked: Asked) -> Node:
         given = *operands, asked.eps, _spec(options), normalise.spec_of(asked)
         both = self.graph.call_function(torch.ops.pycuda_conv.conv_norm.default, given)

@@ -9,6 +9,7 @@ from ranges import SCENARIOS
 from reference import dgrad, fprop
 
 from cases import Broken, Cases, Layers
+from pycuda_conv import ConvProblem
 from pycuda_conv.engines.hopper import dense
 from pycuda_conv.engines.hopper.dense import DenseNhwc
 
@@ -23,6 +24,9 @@ SHAPES = [
     dgrad((1, 16, 3, 4, 3), (16, 24, 3, 2, 3), stride=2, padding=(1, 0, 1)),
     # phases that are repeats of others: all of one, and of several
     dgrad((2, 72, 5, 3), (72, 16, 4, 4), stride=4), dgrad((2, 24, 13), (24, 40, 16), stride=8, padding=4), dgrad((1, 16, 2, 3), (16, 24, 8, 4), stride=(4, 2), padding=(2, 1)),
+    # volumes: more slices or fewer than are read, and taps in front of the first and behind the last
+    fprop((1, 72, 5, 4, 6), (40, 72, 3, 3, 3), padding=((2, 0), (1, 1), (1, 1))), fprop((1, 16, 9, 5, 3), (24, 16, 4, 1, 3), padding=((1, 2), (0, 0), (1, 1)), stride=(1, 2, 1), dilation=(2, 1, 1)),
+    dgrad((1, 24, 4, 5, 6), (24, 40, 3, 3, 2), padding=(2, 1, 0)),
     # groups, whose channels fill rows of 128 bytes
     fprop((2, 128, 5, 6), (192, 64, 3, 3), padding=1, groups=2), fprop((1, 192, 7, 5), (192, 64, 3, 2), stride=2, padding=1, groups=3),
 ]  # fmt: skip
@@ -44,10 +48,14 @@ MORE = [
 ]  # fmt: skip
 LARGE = fprop((9, 192, 28, 28), (256, 192, 3, 3), padding=1)
 THIN = fprop((4, 64, 10, 8), (40, 64, 1, 1), bias=False)
+SLICES = fprop((4, 16, 10, 9), (136, 16, 1, 1), bias=False)  # of slices all of whose pixels exist, and one of a few
 RANGED = [one for one in SCENARIOS if one != "subnormals"]
 CHANNELS = [fprop((3, 32, 9, 11), (channels, 32, 3, 3), padding=1) for channels in (72, 21, 20)]  # written four at once, and one at a time
+BOXED = fprop((3, 8, 5, 11, 67), (40, 8, 3, 1, 3), padding=(1, 0, 1), stride=(1, 2, 2))  # several boxes along each axis
 BASE = SHAPES[0]
 GROUPED = replace(BASE, input_shape=(2, 128, 9, 8), weight_shape=(80, 64, 3, 3), options={"groups": 2, "padding": 1})
+#: A decoder's of videos: a padding on one side of the frames, and more channels than rows of 128 bytes hold.
+VIDEO = [ConvProblem.forward(3, (1, c, 68, 256, 256), (96, c, 3, 3, 3), padding=((2, 0), (1, 1), (1, 1)), dtype="bfloat16", layout="NHWC") for c in (96, 192)]
 
 CASES = Cases(
     engine=dense,
@@ -61,14 +69,18 @@ CASES = Cases(
         *((case, KINDS[i % len(KINDS)], config, ("gelu",)) for i, case in enumerate((SHAPES[2], SHAPES[10], SHAPES[11])) for config in (DenseNhwc(64, 64, 2), DenseNhwc(64, 32, 4, 8))
           if dense.refusal(asked(case, KINDS[i % len(KINDS)]), config) is None),
     ],
-    noted=[(case, mode, config) for case in SHAPES[:4] for mode, config in zip(KINDS, (DenseNhwc(128, 96, 3), DenseNhwc(64, 64, 2), DenseNhwc(64, 64, 2)), strict=False)],
+    noted=[(case, mode, config) for case in SHAPES[:4] for mode, config in zip(KINDS, (DenseNhwc(128, 96, 3), DenseNhwc(64, 64, 2), DenseNhwc(64, 64, 2)), strict=False)]
+    + [(SLICES, mode, config) for mode, config in zip(KINDS, (DenseNhwc(128, 64, 3), DenseNhwc(128, 96, 3), DenseNhwc(128, 160, 2)), strict=False)
+       if dense.refusal(asked(SLICES, mode), config) is None],
     not_finite=[(case, mode, DenseNhwc(64, 64, 2)) for case in (BASE, SHAPES[10]) for mode in KINDS],
     not_finite_gpu=[(case, mode, config) for case in (BASE, SHAPES[10]) for config in (DenseNhwc(64, 64, 4), DenseNhwc(64, 32, 4, 4)) for mode in KINDS],
     ranged=[(THIN, "tf32 last", DenseNhwc(64, 64, 2), RANGED[::4])],
     ranged_gpu=[(THIN, "tf32 last", DenseNhwc(64, 32, 4), RANGED)],
     arguments=[
-        ((SHAPES[2], "tf32 last", DenseNhwc(64, 64, 2)), "blocks channel_blocks rows tap_s tap_base tap_step_s dilation_h dilation_w low_h low_w plane pq q out_size out_h out_w"),
-        ((SHAPES[4], "tf32 last", DenseNhwc(64, 64, 2)), "stride_h tap_r tap_step_r"), ((SHAPES[10], "tf32 last", DenseNhwc(64, 64, 2)), "tap_step_s out_base"),
+        ((SHAPES[2], "tf32 last", DenseNhwc(64, 64, 2)), "blocks channel_blocks rows tap_s tap_base tap_step_s dilation_h dilation_w low_h low_w q height images out_size out_h out_w"),
+        ((SHAPES[4], "tf32 last", DenseNhwc(64, 64, 2)), "tap_r tap_step_r"), ((CHANNELS[1], "fp16 last", DenseNhwc(64, 32, 3)), "load_plane load_q low_h"),
+        ((BOXED, "fp16 last", DenseNhwc(64, 32, 3)), "stride_h stride_w spatial_dims box_w box_h box_d box_n boxes_w boxes_h boxes_d depth out_d low_d"),
+        ((SHAPES[10], "tf32 last", DenseNhwc(64, 64, 2)), "tap_step_s out_base"),
     ],
     broken=[  # the first writes runs of pixels, the second four channels at once
         Broken((SHAPES[2], "fp16 last", DenseNhwc(64, 32, 3)), [
@@ -88,6 +100,7 @@ CASES = Cases(
         (BASE, "fp16 last", DenseNhwc(64, 64, 4, 3), "CLUSTER must be one of 1, 2, 4, 8"), (BASE, "fp16 last", DenseNhwc(128, 160, 4, 2), "share tiles"), (BASE, "fp16 last", DenseNhwc(128, 128, 2, 2), "no room for the sums"),
         (BASE, "fp16 last", DenseNhwc(128, 256, 6), "bytes of shared memory"), (BASE, "fp16 last", DenseNhwc(64, 64, 1), "bytes of shared memory"),
     ],
+    chosen=[(problem, True) for problem in VIDEO],
     layers=Layers(
         ["dense 3x3", "dense 1x1", "small batch", "volume", "upsampling", "odd"],
         [("fprop", ("float32", "tf32", "NHWC")), ("dgrad", ("bfloat16", "fp32", "NHWC")), ("dgrad", ("float32", "tf32", "NHWC"))], each=4, least=30,

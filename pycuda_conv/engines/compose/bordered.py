@@ -8,15 +8,15 @@ pixels that it shows. A result of integers is rounded behind the other engine.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 from pycuda_conv.engines import registry
 from pycuda_conv.engines.base import LAST_RESORT, Config
-from pycuda_conv.engines.compose.delegate import delegate_order, delegate_refusal, delegated, moved, parsed, worth_comparing
+from pycuda_conv.engines.compose.delegate import Around, Delegating, delegate_of, moved, parsed
 from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.layout import border_copy
+from pycuda_conv.engines.limits import Takes, Tiles
 from pycuda_conv.engines.schedule import INPUT, RESULT, WORKSPACE, Arena, Buffer, Schedule
 from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.problem import ConvProblem
@@ -24,12 +24,8 @@ from pycuda_conv.runtime.base import Device, KernelLaunch
 
 
 @dataclass(frozen=True)
-class Bordered(Config):
+class Bordered(Delegating):
     """The configuration for the image with its border, as text."""
-
-    DELEGATE: str = "Gemm()"
-
-    FORMER: ClassVar[Mapping[str, str]] = {"INNER": "DELEGATE"}
 
 
 CONFIGS = (Bordered,)
@@ -51,11 +47,8 @@ def _padded(problem: ConvProblem) -> ConvProblem:
     return problem.padded.launched
 
 
-def refusal(problem: ConvProblem, config: Bordered) -> str | None:
-    """Why `config` can't run `problem`, or None if it can."""
-    if not problem.adapted or problem.upsampled:
-        return "it is for images with borders, and for integers"
-    return delegate_refusal(_padded(problem), config.DELEGATE)
+TAKES = Takes(("it is for images with borders, and for integers", lambda problem: problem.adapted and not problem.upsampled))
+LEGAL = Tiles(TAKES, Bordered, lambda problem, config: AROUND.fits(problem, config))
 
 
 def alike(problem: ConvProblem, config: Config) -> Config:
@@ -76,7 +69,7 @@ def _folds(problem: ConvProblem, delegate: Config | None) -> bool:
     return delegate is None or not registry.adds_border(problem, delegate)
 
 
-def copies(problem: ConvProblem, config: Bordered) -> bool:
+def copies(problem: ConvProblem, config: Delegating) -> bool:
     """Whether the image, or a gradient by it, is copied by a launch of its own."""
     delegate = parsed(config.DELEGATE)
     return _copies(problem, delegate) or _folds(problem, delegate)
@@ -91,11 +84,8 @@ def _copies(problem: ConvProblem, delegate: Config | None) -> bool:
 
 def schedule(problem: ConvProblem, config: Bordered, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`; they note no moments."""
-    delegate, padded = parsed(config.DELEGATE), _padded(problem)
-    assert delegate is not None
-    scratch = Arena(WORKSPACE)
-    reads = registry.adds_border(problem, delegate)
-    made = registry.schedule_with_border(problem, delegate, device) if reads else registry.schedule(padded, delegate, device)
+    delegate, padded, scratch = delegate_of(config), _padded(problem), Arena(WORKSPACE)
+    made = registry.schedule(padded, delegate, device, source=problem if registry.adds_border(problem, delegate) else None)
     places: dict[Buffer, tuple[int, int]] = {}
     first, last = [], []
     if _copies(problem, delegate):
@@ -124,10 +114,8 @@ def schedule(problem: ConvProblem, config: Bordered, device: Device, with_moment
 def sum_order(problem: ConvProblem, config: Bordered) -> Hashable:
     """That of the delegate's engine, for its configurations."""
     delegate = parsed(config.DELEGATE)
-    if delegate is None:
-        return config
     # a kernel that reads the border may cut a row elsewhere
-    return delegate_order(_padded(problem), config), registry.adds_border(problem, delegate)
+    return AROUND.sum_order(problem, config), delegate is not None and registry.adds_border(problem, delegate)
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
@@ -138,7 +126,6 @@ def variants(device: Device) -> Iterator[VariantSet]:
 # ---- the choice
 
 COST = costs("compose.bordered")
-BEST = 3  # predictions of the other engines that are worth comparing
 SEVERAL = 24  # predictions among which there may be one that needs no copy
 
 
@@ -147,7 +134,7 @@ def _overhead_us(problem: ConvProblem, delegate: Config | None, device: Device) 
     padded, us = _padded(problem), 0.0
     folds = _folds(problem, delegate)
     if delegate is not None and registry.adds_border(problem, delegate):
-        us += registry.border_time(problem, delegate)
+        us += registry.engine_of(delegate).border_time(problem, delegate)
     wide = padded.result_shape if folds else padded.input_shape
     moved_bytes = 0
     if _copies(problem, delegate):
@@ -162,31 +149,22 @@ def _overhead_us(problem: ConvProblem, delegate: Config | None, device: Device) 
     return us + spread(moved_bytes / COST.MEMORY, device.multiprocessors)
 
 
-filter_key, _, time = delegated(_padded, _overhead_us)
+AROUND: Around = Around(_padded, _overhead_us, lambda _: Bordered, lambda problem: problem.adapted)
 
 
-def configs(problem: ConvProblem, device: Device) -> Iterator[Bordered]:
-    """The configurations worth comparing for `problem`, around those of the other engines."""
-    if problem.adapted:
-        yield from map(Bordered, worth_comparing(_padded(problem), device, BEST))
-
-
-def choose(problem: ConvProblem, device: Device) -> tuple[float, Bordered] | None:
+def choose(problem: ConvProblem, device: Device) -> tuple[float, Config] | None:
     """The other engines' choice for the image with its border, behind the microseconds that it should take.
 
     Where that needs a copy of the image, the best that needs none is compared with it.
     """
-    delegate = registry.find(_padded(problem), device) if problem.adapted else None
-    if delegate is None:
-        return None
-    found = Bordered(str(delegate))
-    us = time(problem, found, device)
-    if us is None:
-        return LAST_RESORT, found
+    chosen = AROUND.choose(problem, device)
+    if chosen is None or chosen[0] == LAST_RESORT:
+        return chosen
+    us, found = chosen
     if copies(problem, found):
         for _, other in registry.predictions(_padded(problem), device)[:SEVERAL]:
             if not copies(problem, Bordered(str(other))):
-                its = time(problem, Bordered(str(other)), device)
+                its = AROUND.time(problem, Bordered(str(other)), device)
                 if its is not None and its < us:
                     us, found = its, Bordered(str(other))
     return us, found

@@ -1,26 +1,22 @@
 """dgrad as a product without taps, whose columns are added (``cu/layout/columns_add.cu``).
 
-The product gives what each tap contributes for each pixel that it reads. It has a 1x1 filter with a channel for each channel and tap,
-and any engine computes it. It is dense, whatever the stride. If the result's pixels meet few taps, it has hardly more elements than the
-result: patches, long filters with long strides, strides of three.
+The product gives what each tap contributes for each pixel that it reads. It has a 1x1 filter with a channel for each channel and tap, and
+is dense, whatever the stride. If the result's pixels meet few taps, it has hardly more elements than the result.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from pycuda_conv.engines import registry
-from pycuda_conv.engines.base import Config
-from pycuda_conv.engines.compose.delegate import delegate_refusal, delegated, moved, parsed
+from pycuda_conv.engines.base import Config, VariantSet, kernel_struct
+from pycuda_conv.engines.compose.delegate import Around, Delegating, delegate_of, moved
 from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, outputs_apart, taps_apart
 from pycuda_conv.engines.limits import CUDA, NOT_EMPTY, Takes, Tiles
-from pycuda_conv.engines.schedule import FINISH, RESULT, WORKSPACE, Arena, Schedule, finish
-from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.variants import VariantSet
+from pycuda_conv.engines.schedule import FINISH, RESULT, WORKSPACE, Arena, Schedule
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch
 
@@ -28,22 +24,13 @@ THREADS = 256  # of a block of columns_add.cu
 
 
 @dataclass(frozen=True)
-class Columns(Config):
+class Columns(Delegating):
     """A configuration of the product without taps, as text."""
 
-    DELEGATE: str = "Gemm()"
 
-    FORMER: ClassVar[Mapping[str, str]] = {"INNER": "DELEGATE"}
-
-
-CONFIGS = (Columns,)
-LAYOUTS = "NCHW", "NHWC"
-RUNS_ON = CUDA
-TENSOR_CORES = True
-MOST_VARIANTS = {"cuda": 4}
-
-
-# ---- what runs
+CONFIGS, LAYOUTS, RUNS_ON, TENSOR_CORES, MOST_VARIANTS = (Columns,), ("NCHW", "NHWC"), CUDA, True, {"cuda": 4}
+COST = costs("compose.columns")
+ColumnsArguments = kernel_struct("columns_add", "ColumnsArguments")
 
 
 def _taps(problem: ConvProblem) -> int:
@@ -69,34 +56,22 @@ def _columns(problem: ConvProblem) -> int:
     return problem.N * math.prod(problem.output_size) * problem.C * _taps(problem)
 
 
-def _finishes(problem: ConvProblem) -> bool:
-    return problem.has_bias or problem.has_scale or problem.has_residual or bool(problem.activation)
-
-
 TAKES = Takes(
     ("it computes gradients by the input", lambda p: p.direction == "dgrad"), NOT_EMPTY,
     ("there is one tap and no stride: the columns are the result", lambda p: _taps(p) > 1 or math.prod(taps_apart(p)) > 1),
     (
         "columns of 16 bits are rounded: each has to be an element of the result",
-        lambda p: p.itemsize != 2 or (_met(p) == 1 and not _finishes(p)),
+        lambda p: p.itemsize != 2 or (_met(p) == 1 and not (p.has_bias or p.has_scale or p.has_residual or p.activation)),
     ),
     ("it counts in 32 bits", lambda p: max(_columns(p), p.largest_array) < 2**31),
 )  # fmt: skip
-LEGAL = Tiles(TAKES, Columns, lambda problem, config: delegate_refusal(_product(problem), config.DELEGATE))
-
-
-# ---- launches
-
-
-ColumnsArguments = kernel_struct("columns_add", "ColumnsArguments")
+LEGAL = Tiles(TAKES, Columns, lambda problem, config: AROUND.fits(problem, config))
 
 
 def schedule(problem: ConvProblem, config: Columns, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`; they note no moments."""
-    delegate, product = parsed(config.DELEGATE), _product(problem)
-    assert delegate is not None
-    made = registry.schedule(product, delegate, device)
-    scratch = Arena(WORKSPACE)
+    product, scratch = _product(problem), Arena(WORKSPACE)
+    made = registry.schedule(product, delegate_of(config), device)
     columns = scratch.take(problem.itemsize * math.prod(product.result_shape))
     places = {RESULT: columns, WORKSPACE: scratch.take(made.workspace_bytes)}
     prepare, steps = moved(made.prepare, places), moved(made.steps, places)
@@ -119,11 +94,9 @@ def _launch(problem: ConvProblem, columns: BufferSlice, filter_last: bool) -> Ke
         channel, tap = channel * read, tap * read
     size = math.prod(problem.result_shape)
     args = arguments(
-        ColumnsArguments, size=size, channels=channels, plane=math.prod(problem.result_size), hw=h * w, h=h, w=w, last=int(last),
-        image=channels * taps * read, channel=channel, tap=tap, pixel=channels * taps if last else 1,
-        **by_axis("", problem.output_size, "opq"), **by_axis("", problem.filter_size, "trs"), **by_axis("stride_", problem.stride),
-        **by_axis("every_", taps_apart(problem)), **by_axis("back_", outputs_apart(problem)), **by_axis("pad_", problem.padding_before),
-        **by_axis("dil_", problem.dilation), **finish(problem),
+        ColumnsArguments, problem, channels=channels, hw=h * w, h=h, w=w, last=int(last), image=channels * taps * read, channel=channel,
+        tap=tap, pixel=channels * taps if last else 1, **by_axis("", problem.output_size, "opq"), **by_axis("every_", taps_apart(problem)),
+        **by_axis("back_", outputs_apart(problem)),
     )  # fmt: skip
     defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": 0, "THREADS": THREADS}
     buffers = columns, *FINISH, RESULT
@@ -135,12 +108,8 @@ def variants(device: Device) -> Iterator[VariantSet]:
     yield VariantSet("columns_add", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": (0,), "THREADS": (THREADS,)})
 
 
-# ---- the choice
-
-COST = costs("compose.columns")
 MOST_MET = 64  # the most taps that a pixel meets: with more there are many more columns than elements of the result
 MOST_BYTES = 2**30  # the most columns, in bytes of workspace
-BEST = 3  # configurations of the product that are tried
 
 
 def _adding(problem: ConvProblem, delegate: Config, device: Device) -> float:
@@ -152,24 +121,15 @@ def _adding(problem: ConvProblem, delegate: Config, device: Device) -> float:
     return COST.BEGIN + spread(us, device.multiprocessors)
 
 
-filter_key, sum_order, time = delegated(_product, _adding)
-
-
 def _worth_it(problem: ConvProblem) -> bool:
     small = problem.itemsize * _columns(problem) <= MOST_BYTES
     return TAKES.why_not(problem) is None and _met(problem) <= MOST_MET and small
 
 
+AROUND: Around = Around(_product, _adding, lambda _: Columns, _worth_it)
+
+
 def configs(problem: ConvProblem, device: Device) -> Iterator[Columns]:
     """The configurations worth comparing for `problem`: the best ones of the product."""
     if _worth_it(problem):
-        for _, delegate in registry.predictions(_product(problem), device)[:BEST]:
-            yield Columns(str(delegate))
-
-
-def choose(problem: ConvProblem, device: Device) -> tuple[float, Columns] | None:
-    """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
-    delegate = registry.find(_product(problem), device) if _worth_it(problem) else None
-    found = Columns(str(delegate))
-    us = None if delegate is None else time(problem, found, device)
-    return None if us is None else (us, found)
+        yield from (Columns(str(one)) for _, one in registry.predictions(_product(problem), device)[: AROUND.BEST])

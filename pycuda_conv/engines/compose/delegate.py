@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 from pycuda_conv.engines import registry
-from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.base import LAST_RESORT, Config, ConvProblem, Engine, fastest
 from pycuda_conv.engines.schedule import Buffer
-from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch, TensorMap
 
 
@@ -26,54 +25,120 @@ def parsed(text: str) -> Config | None:
         return None
 
 
-def delegate_refusal(problem: ConvProblem, delegate: str) -> str | None:
-    """Why the engine of `delegate` can't run its `problem`, or None if it can."""
-    config = parsed(delegate)
-    if config is None:
-        return "it takes a configuration as it is printed"
-    engine = registry.engine_of(config)
-    if problem.layout not in engine.LAYOUTS:
-        return f"{config} takes arrays in the layouts {', '.join(engine.LAYOUTS)}, not in {problem.layout}"
-    return engine.refusal(problem, config)
+@dataclass(frozen=True)
+class Delegating(Config):
+    """Another engine's configuration, as text."""
+
+    DELEGATE: str = "Gemm()"
+
+    FORMER: ClassVar[Mapping[str, str]] = {"INNER": "DELEGATE"}
 
 
-def delegate_order(problem: ConvProblem, config: Any) -> Hashable:
-    """The :func:`sum_order` of that engine, which tells its own configurations apart; `config` itself if it names no delegate."""
-    delegate = parsed(config.DELEGATE)
-    if delegate is None:
-        return config
-    engine = registry.engine_of(delegate)
-    return engine.CONFIGS, engine.sum_order(problem, delegate)
+def delegate_of(config: Any) -> Config:
+    """The configuration that `config` names, which is one."""
+    found = parsed(config.DELEGATE)
+    assert found is not None
+    return found
 
 
-def delegated(inner: Callable[[ConvProblem], ConvProblem], beside: Callable[[ConvProblem, Config, Device], float]) -> tuple[Any, Any, Any]:
-    """What an engine says that gives the problem `inner` to another one: filter_key, sum_order and time.
+class Around:
+    """What an engine says that gives a problem to another one: the protocol's functions, where its module doesn't say them itself.
 
-    `beside` gives the microseconds that it takes beside the delegate's.
+    Parameters
+    ----------
+    inner : callable
+        The other engine's problem, as it is launched.
+    beside : callable
+        Microseconds that a problem takes beside the delegate's.
+    kind : callable
+        The class of a problem's configurations.
+    worth : callable
+        Whether a problem is worth it.
     """
 
-    def filter_key(problem: ConvProblem, config: Any) -> Hashable:
+    BEST = 3  # predictions of the other engines that are worth comparing
+
+    def __init__(
+        self, inner: Callable[[ConvProblem], ConvProblem], beside: Callable[[ConvProblem, Config, Device], float],
+        kind: Callable[[ConvProblem], type[Delegating]], worth: Callable[[ConvProblem], bool],
+    ) -> None:  # fmt: skip
+        self.inner, self.beside, self.kind, self.worth = inner, beside, kind, worth
+
+    def fits(self, problem: ConvProblem, config: Any) -> str | None:
+        """Why the delegate's engine can't run its problem, or None if it can."""
+        delegate, inner = parsed(config.DELEGATE), self.inner(problem)
+        if delegate is None:
+            return "it takes a configuration as it is printed"
+        engine = registry.engine_of(delegate)
+        if inner.layout not in engine.LAYOUTS:
+            return f"{delegate} takes arrays in the layouts {', '.join(engine.LAYOUTS)}, not in {inner.layout}"
+        return engine.refusal(inner, delegate)
+
+    def filter_key(self, problem: ConvProblem, config: Any) -> Hashable:
+        """That of the delegate."""
         delegate = parsed(config.DELEGATE)
-        return None if delegate is None else registry.filter_key(inner(problem), delegate)
+        return None if delegate is None else registry.filter_key(self.inner(problem), delegate)
 
-    def sum_order(problem: ConvProblem, config: Any) -> Hashable:
-        return delegate_order(inner(problem), config)
-
-    def time(problem: ConvProblem, config: Any, device: Device) -> float | None:
+    def sum_order(self, problem: ConvProblem, config: Any) -> Hashable:
+        """That of the delegate's engine, which tells its own configurations apart; `config` itself if it names no delegate."""
         delegate = parsed(config.DELEGATE)
-        us = None if delegate is None else registry.predicted(inner(problem), delegate, device)
-        return None if us is None or delegate is None else us + beside(problem, delegate, device)
+        if delegate is None:
+            return config
+        engine = registry.engine_of(delegate)
+        return engine.CONFIGS, engine.sum_order(self.inner(problem), delegate)
 
-    return filter_key, sum_order, time
+    def time(self, problem: ConvProblem, config: Any, device: Device) -> float | None:
+        """The delegate's microseconds, and those beside them."""
+        delegate = parsed(config.DELEGATE)
+        us = None if delegate is None else registry.predicted(self.inner(problem), delegate, device)
+        return None if us is None or delegate is None else us + self.beside(problem, delegate, device)
+
+    def configs(self, problem: ConvProblem, device: Device) -> Iterator[Delegating]:
+        """Those around the choice for the inner problem, its best predictions, and what gives the choice's bits."""
+        inner = self.inner(problem) if self.worth(problem) else None
+        chosen = None if inner is None else registry.find(inner, device)
+        if inner is not None and chosen is not None:
+            others = [config for _, config in registry.predictions(inner, device)[: self.BEST]]
+            known = dict.fromkeys([chosen, *others, *registry.alternatives(inner, chosen, device)])
+            yield from (self.kind(problem)(str(one)) for one in known)
+
+    def choose(self, problem: ConvProblem, device: Device) -> tuple[float, Delegating] | None:
+        """The one around the choice for the inner problem."""
+        delegate = registry.find(self.inner(problem), device) if self.worth(problem) else None
+        if delegate is None:
+            return None
+        us = self.time(problem, self.kind(problem)(str(delegate)), device)
+        return LAST_RESORT if us is None else us, self.kind(problem)(str(delegate))
 
 
-def worth_comparing(inner: ConvProblem, device: Device, best: int) -> list[str]:
-    """As text: the choice for a problem that is left to another engine, the `best` predictions, and what gives the choice's bits."""
-    chosen = registry.find(inner, device)
-    if chosen is None:
-        return []
-    others = [config for _, config in registry.predictions(inner, device)[:best]]
-    return [str(config) for config in dict.fromkeys([chosen, *others, *registry.alternatives(inner, chosen, device)])]
+class AroundOthers(Around):
+    """The same around engines that can't run the problem themselves: those of the inner one's that `alone` picks."""
+
+    def __init__(self, *given: Any, alone: Callable[[Engine, ConvProblem, Device], bool]) -> None:
+        super().__init__(*given)
+        self.alone = alone
+
+    def _engines(self, problem: ConvProblem, device: Device) -> Iterator[Engine]:
+        layout = self.inner(problem).layout
+        for engine in registry.ENGINES if self.worth(problem) else ():
+            if layout in engine.LAYOUTS and engine.unsupported(device) is None and self.alone(engine, problem, device):
+                yield engine
+
+    def configs(self, problem: ConvProblem, device: Device) -> Iterator[Delegating]:
+        """All of theirs."""
+        for engine in self._engines(problem, device):
+            inner = self.inner(problem)
+            yield from (self.kind(problem)(str(one)) for one in engine.configs(inner, device) if engine.refusal(inner, one) is None)
+
+    def choose(self, problem: ConvProblem, device: Device) -> tuple[float, Delegating] | None:
+        """The one of their choices that takes the least time."""
+        found = []
+        for engine in self._engines(problem, device):
+            one = engine.choose(self.inner(problem), device)
+            us = None if one is None else engine.time(self.inner(problem), one[1], device)
+            if one is not None and us is not None:
+                found.append((us + self.beside(problem, one[1], device), self.kind(problem)(str(one[1]))))
+        return fastest(found)
 
 
 def moved(steps: list[list[KernelLaunch]], places: Mapping[Buffer, tuple[int, int]]) -> list[list[KernelLaunch]]:

@@ -1,8 +1,6 @@
 """Channels-last convolutions whose channels fill no 16 bytes: images and filter are copied with zeros behind their channels.
 
-Tensor loads take pixels of a multiple of 16 bytes. Where the channels over which a result sums are no such number,
-``cu/layout/fold_channels.cu`` copies them with zeros behind, and an engine that reads channels-last arrays does the rest. It writes the
-result as it is to lie.
+``cu/layout/fold_channels.cu`` does so, and an engine that reads channels-last arrays does the rest.
 """
 
 from __future__ import annotations
@@ -12,33 +10,24 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 
 from pycuda_conv.engines import registry
-from pycuda_conv.engines.base import Config, Engine
-from pycuda_conv.engines.compose.delegate import delegate_refusal, delegated, moved, parsed
-from pycuda_conv.engines.costs import costs
+from pycuda_conv.engines.base import Config, ConvProblem, Engine, VariantSet, costs
+from pycuda_conv.engines.compose.delegate import AroundOthers, Delegating, delegate_of, moved
 from pycuda_conv.engines.geometry import ceil
 from pycuda_conv.engines.layout.fold_channels import WORD, launch, zeros_behind
 from pycuda_conv.engines.limits import HOPPER, NOT_EMPTY, ONE_GROUP, Takes, Tiles
 from pycuda_conv.engines.schedule import INPUT, PACKED, WEIGHT, WORKSPACE, Arena, Schedule
-from pycuda_conv.engines.variants import VariantSet
-from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch
 
 
 @dataclass(frozen=True)
-class Filled(Config):
+class Filled(Delegating):
     """The configuration for the filled arrays, as text."""
 
     DELEGATE: str = "DenseNhwc()"
 
 
-CONFIGS = (Filled,)
-LAYOUTS = ("NHWC",)
-RUNS_ON = HOPPER
-TENSOR_CORES = True
-MOST_VARIANTS = {"cuda": 0}
-
-
-# ---- what runs
+CONFIGS, LAYOUTS, RUNS_ON, TENSOR_CORES, MOST_VARIANTS = (Filled,), ("NHWC",), HOPPER, True, {"cuda": 0}
+COST = costs("compose.fold_channels")
 
 
 def _filled(problem: ConvProblem) -> ConvProblem:
@@ -56,10 +45,7 @@ TAKES = Takes(
     NOT_EMPTY, ONE_GROUP, ("its channels are a multiple of 16 bytes", lambda p: p.operand_channels * p.itemsize % WORD != 0),
     ("it counts in 32 bits", lambda p: _filled(p).largest_array < 2**31),
 )  # fmt: skip
-LEGAL = Tiles(TAKES, Filled, lambda problem, config: delegate_refusal(_filled(problem), config.DELEGATE))
-
-
-# ---- launches
+LEGAL = Tiles(TAKES, Filled, lambda problem, config: AROUND.fits(problem, config))
 
 
 def _filter_copy(problem: ConvProblem, place: BufferSlice, last: bool) -> KernelLaunch:
@@ -76,8 +62,7 @@ def _filter_copy(problem: ConvProblem, place: BufferSlice, last: bool) -> Kernel
 
 def schedule(problem: ConvProblem, config: Filled, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`."""
-    delegate, filled = parsed(config.DELEGATE), _filled(problem)
-    assert delegate is not None
+    delegate, filled = delegate_of(config), _filled(problem)
     made = registry.engine_of(delegate).schedule(filled, delegate, device, with_moments)
     kept, scratch = Arena(PACKED), Arena(WORKSPACE)
     own = scratch.take(made.workspace_bytes)  # moments lie where the delegate put them
@@ -106,11 +91,6 @@ def variants(device: Device) -> Iterator[VariantSet]:
     yield from ()
 
 
-# ---- the choice
-
-COST = costs("compose.fold_channels")
-
-
 def _copying(problem: ConvProblem, delegate: Config, device: Device) -> float:
     """Microseconds of the copies."""
     filled = _filled(problem)
@@ -118,41 +98,15 @@ def _copying(problem: ConvProblem, delegate: Config, device: Device) -> float:
     return COST.COPY + COST.FILTER + problem.itemsize * (read + written) / COST.COPIED
 
 
-def _engines(problem: ConvProblem, device: Device) -> Iterator[Engine]:
-    """The engines with kernels of their own that can only run the problem of the filled arrays."""
-    filled = _filled(problem)
-    for engine in registry.ENGINES:
-        own = engine.TENSOR_CORES and "NHWC" in engine.LAYOUTS and not registry.name_of(engine).startswith("compose.")
-        able = own and engine.unsupported(device) is None and any(True for _ in engine.configs(filled, device))
-        if able and not any(True for _ in engine.configs(problem, device)):
-            yield engine
+def _alone(engine: Engine, problem: ConvProblem, device: Device) -> bool:
+    """Whether an engine has kernels of its own, and can only run the problem of the filled arrays."""
+    own = engine.TENSOR_CORES and not registry.name_of(engine).startswith("compose.")
+    return own and any(True for _ in engine.configs(_filled(problem), device)) and not any(True for _ in engine.configs(problem, device))
 
 
-def configs(problem: ConvProblem, device: Device) -> Iterator[Filled]:
-    """The configurations worth comparing for `problem`."""
-    if TAKES.why_not(problem):
-        return
-    filled = _filled(problem)
-    for engine in _engines(problem, device):
-        yield from (Filled(str(one)) for one in engine.configs(filled, device) if engine.refusal(filled, one) is None)
-
-
-_delegate_key, sum_order, time = delegated(_filled, _copying)
+AROUND: AroundOthers = AroundOthers(_filled, _copying, lambda _: Filled, lambda problem: TAKES.why_not(problem) is None, alone=_alone)
 
 
 def filter_key(problem: ConvProblem, config: Filled) -> Hashable:
     """That of the delegate's engine, for filters of so many channels before they are filled up."""
-    return problem.direction, problem.dtype, problem.weight_shape, _delegate_key(problem, config)
-
-
-def choose(problem: ConvProblem, device: Device) -> tuple[float, Filled] | None:
-    """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
-    if TAKES.why_not(problem):
-        return None
-    found = []
-    for engine in _engines(problem, device):
-        one = engine.choose(_filled(problem), device)
-        us = None if one is None else engine.time(_filled(problem), one[1], device)
-        if one is not None and us is not None:
-            found.append((us + _copying(problem, one[1], device), Filled(str(one[1]))))
-    return min(found, key=lambda pair: pair[0], default=None)
+    return problem.direction, problem.dtype, problem.weight_shape, AROUND.filter_key(problem, config)

@@ -12,30 +12,21 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 
 from pycuda_conv.engines import registry
-from pycuda_conv.engines.base import LAST_RESORT, Config
-from pycuda_conv.engines.compose.delegate import delegate_refusal, delegated, moved, parsed, worth_comparing
+from pycuda_conv.engines.base import Config, ConvProblem, Device, KernelLaunch, VariantSet
+from pycuda_conv.engines.compose.delegate import Around, Delegating, delegate_of, moved, parsed
 from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.layout import border_copy, enlarge
+from pycuda_conv.engines.limits import Takes, Tiles
 from pycuda_conv.engines.schedule import INPUT, PACKED, WEIGHT, WORKSPACE, Arena, Buffer, Schedule
-from pycuda_conv.engines.variants import VariantSet
-from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import Device, KernelLaunch
 
 
 @dataclass(frozen=True)
-class Upsampled(Config):
+class Upsampled(Delegating):
     """The configuration for what is left when the filter is folded, or the image enlarged, as text."""
 
-    DELEGATE: str = "Gemm()"
 
-
-CONFIGS = (Upsampled,)
-LAYOUTS = "NCHW", "NHWC"
-TENSOR_CORES = True
-MOST_VARIANTS = enlarge.MOST_VARIANTS
-
-
-# ---- what runs
+CONFIGS, LAYOUTS, TENSOR_CORES, MOST_VARIANTS = (Upsampled,), ("NCHW", "NHWC"), True, enlarge.MOST_VARIANTS
+COST = costs("compose.upsampled")
 
 
 def upsamples(problem: ConvProblem) -> bool:
@@ -49,19 +40,18 @@ def _left(problem: ConvProblem) -> ConvProblem:
     return (problem.transposed_form if problem.folded else replace(problem, upsample=once)).launched
 
 
-def refusal(problem: ConvProblem, config: Upsampled) -> str | None:
-    """Why `config` can't run `problem`, or None if it can."""
-    if not problem.upsampled:
-        return "it is for upsampled images"
-    if any(n % u for n, u in zip(problem.input_size, problem.upsample, strict=True)):
-        return "its image has no whole number of pixels"
+def _fits(problem: ConvProblem, config: Upsampled) -> str | None:
     left, delegate = _left(problem), parsed(config.DELEGATE)
     if delegate is not None and left.adapted and not registry.adapts(registry.engine_of(delegate), left):
         return "it takes no borders but zeros, and no integers"
-    return delegate_refusal(left, config.DELEGATE)
+    return AROUND.fits(problem, config)
 
 
-# ---- launches
+TAKES = Takes(
+    ("it is for upsampled images", lambda problem: problem.upsampled),
+    ("its image has no whole number of pixels", lambda p: not any(n % u for n, u in zip(p.input_size, p.upsample, strict=True))),
+)
+LEGAL = Tiles(TAKES, Upsampled, _fits)
 
 
 def _frames(problem: ConvProblem) -> bool:
@@ -71,9 +61,8 @@ def _frames(problem: ConvProblem) -> bool:
 
 def schedule(problem: ConvProblem, config: Upsampled, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`; they note no moments."""
-    delegate, left = parsed(config.DELEGATE), _left(problem)
-    assert delegate is not None
-    made, scratch = registry.schedule(left, delegate, device), Arena(WORKSPACE)
+    left, scratch = _left(problem), Arena(WORKSPACE)
+    made = registry.schedule(left, delegate_of(config), device)
     places: dict[Buffer, tuple[int, int]] = {}
     first: list[list[KernelLaunch]] = []
     if not problem.folded:
@@ -115,7 +104,7 @@ def _count(steps: list[list[KernelLaunch]]) -> int:
 
 def filter_key(problem: ConvProblem, config: Upsampled) -> Hashable:
     """That of the delegate's engine, and how the filter is folded."""
-    key = _filter_key(problem, config)
+    key = AROUND.filter_key(problem, config)
     if not problem.folded:
         return key
     folding = problem.upsample, problem.empty_taps, problem.groups, problem.K, problem.C, problem.filter_size, problem.dtype
@@ -127,12 +116,6 @@ def variants(device: Device) -> Iterator[VariantSet]:
     yield from enlarge.variants()
 
 
-# ---- the choice
-
-COST = costs("compose.upsampled")
-BEST = 3  # predictions of the other engines that are worth comparing
-
-
 def _overhead_us(problem: ConvProblem, delegate: Config, device: Device) -> float:
     """Microseconds beside those of the delegate's engine; a folded filter counts as kept."""
     if problem.folded and not _frames(problem):
@@ -142,19 +125,4 @@ def _overhead_us(problem: ConvProblem, delegate: Config, device: Device) -> floa
     return COST.BEGIN + spread(moved_bytes / COST.MEMORY, device.multiprocessors)
 
 
-def configs(problem: ConvProblem, device: Device) -> Iterator[Upsampled]:
-    """The configurations worth comparing for `problem`, around those of the other engines."""
-    if problem.upsampled:
-        yield from map(Upsampled, worth_comparing(_left(problem), device, BEST))
-
-
-_filter_key, sum_order, time = delegated(_left, _overhead_us)
-
-
-def choose(problem: ConvProblem, device: Device) -> tuple[float, Upsampled] | None:
-    """The other engines' choice for what is left, behind the microseconds that it should take."""
-    delegate = registry.find(_left(problem), device) if problem.upsampled else None
-    if delegate is None:
-        return None
-    us = time(problem, Upsampled(str(delegate)), device)
-    return LAST_RESORT if us is None else us, Upsampled(str(delegate))
+AROUND: Around = Around(_left, _overhead_us, lambda _: Upsampled, lambda problem: problem.upsampled)

@@ -7,32 +7,24 @@ array takes as long as a copy. wgrad in float32 goes the other way: most of its 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, Literal, cast
 
 from pycuda_conv.engines import registry
-from pycuda_conv.engines.base import Config, Engine
-from pycuda_conv.engines.compose.delegate import delegate_refusal, delegated, moved, parsed
-from pycuda_conv.engines.costs import costs
+from pycuda_conv.engines.base import Config, ConvProblem, Engine, VariantSet, costs, kernel_struct
+from pycuda_conv.engines.compose.delegate import AroundOthers, Delegating, delegate_of, moved
 from pycuda_conv.engines.geometry import arguments, ceil
 from pycuda_conv.engines.limits import HOPPER, IN_32_BITS, NOT_EMPTY, Takes, Tiles
 from pycuda_conv.engines.schedule import INPUT, PACKED, RESIDUAL, RESULT, WEIGHT, WORKSPACE, Arena, Buffer, Schedule
-from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.variants import VariantSet
-from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch
 
 THREADS, TILE_BYTES = 256, 8192  # threads of a block, and bytes of its tile
 
 
 @dataclass(frozen=True)
-class ViaNhwc(Config):
+class ViaNhwc(Delegating):
     """The configuration for the transposed arrays, as text."""
-
-    DELEGATE: str = "Gemm()"
-
-    FORMER: ClassVar[Mapping[str, str]] = {"INNER": "DELEGATE"}
 
 
 @dataclass(frozen=True)
@@ -47,8 +39,6 @@ LAYOUTS = tuple(TRANSPOSED)
 RUNS_ON = HOPPER
 TENSOR_CORES = True
 MOST_VARIANTS = {"cuda": 2}
-
-# ---- what runs
 
 
 def _transposed(problem: ConvProblem) -> ConvProblem:
@@ -66,14 +56,10 @@ def _kind(problem: ConvProblem) -> type[ViaNhwc]:
     return ViaNchw if problem.layout == "CHWN" else ViaNhwc
 
 
-def _worth_turning(problem: ConvProblem) -> bool:
-    return problem.itemsize == 2 or (problem.dtype == "float32" and (problem.precision == "tf32" or _of_filter(problem)))
-
-
 def _fits(problem: ConvProblem, config: ViaNhwc) -> str | None:
     if type(config) is not _kind(problem):
         return f"{_kind(problem).__name__} is for arrays that lie so"
-    return delegate_refusal(_transposed(problem), config.DELEGATE)
+    return AROUND.fits(problem, config)
 
 
 TAKES = Takes(
@@ -83,14 +69,11 @@ TAKES = Takes(
     ),
     (
         "it takes float16 and bfloat16 arrays, and float32 with precision='tf32' or of a filter's gradient",
-        lambda p: p.layout == "CHWN" or _worth_turning(p),
+        lambda p: p.layout == "CHWN" or p.itemsize == 2 or (p.dtype == "float32" and (p.precision == "tf32" or _of_filter(p))),
     ),
     NOT_EMPTY, ("a single channel lies in either order", lambda p: p.layout != "NCHW" or not p.C == p.K == 1), IN_32_BITS,
 )  # fmt: skip
 LEGAL = Tiles(TAKES, ViaNhwc, _fits)
-
-
-# ---- launches
 
 
 ViaNhwcArguments = kernel_struct("via_nhwc", "ViaNhwcArguments")
@@ -193,9 +176,7 @@ def _written(problem: ConvProblem) -> _Transposition | None:
 
 def schedule(problem: ConvProblem, config: ViaNhwc, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`."""
-    delegate = parsed(config.DELEGATE)
-    assert delegate is not None
-    made = registry.schedule(_transposed(problem), delegate, device)
+    made = registry.schedule(_transposed(problem), delegate_of(config), device)
     if _of_filter(problem):
         return _of_both(problem, made)
     read, written, scratch = _read(problem), _written(problem), Arena(WORKSPACE)
@@ -245,8 +226,6 @@ def variants(device: Device) -> Iterator[VariantSet]:
     yield VariantSet("via_nhwc", {"BYTES": (2, 4)})
 
 
-# ---- the choice
-
 COST = costs("compose.via_nhwc")
 
 
@@ -264,26 +243,6 @@ def _packing(problem: ConvProblem) -> float:
     return COST.FILTER + problem.itemsize * math.prod(problem.weight_shape) / COST.FILTER_BYTES
 
 
-def _engines(problem: ConvProblem, device: Device) -> Iterator[Engine]:
-    """The engines that can only run the problem of the transposed arrays."""
-    transposed = _transposed(problem)
-    for engine in registry.ENGINES:
-        alone = transposed.layout in engine.LAYOUTS and engine.CONFIGS != CONFIGS and engine.unsupported(device) is None
-        if alone and not (problem.layout in engine.LAYOUTS and engine.choose(problem, device)):
-            yield engine
-
-
-def configs(problem: ConvProblem, device: Device) -> Iterator[ViaNhwc]:
-    """The configurations worth comparing for `problem`."""
-    if TAKES.why_not(problem):
-        return
-    transposed, kind = _transposed(problem), _kind(problem)
-    for engine in _engines(problem, device):
-        for delegate in engine.configs(transposed, device):
-            if engine.refusal(transposed, delegate) is None:
-                yield kind(str(delegate))
-
-
 def _overhead_us(problem: ConvProblem, delegate: Config, device: Device) -> float:
     """Microseconds beside those of the delegate's engine."""
     us = _transposing(problem) + _packing(problem)
@@ -293,17 +252,9 @@ def _overhead_us(problem: ConvProblem, delegate: Config, device: Device) -> floa
     return us
 
 
-filter_key, sum_order, time = delegated(_transposed, _overhead_us)
+def _alone(engine: Engine, problem: ConvProblem, device: Device) -> bool:
+    """Whether an engine can only run the problem of the transposed arrays."""
+    return engine.CONFIGS != CONFIGS and not (problem.layout in engine.LAYOUTS and engine.choose(problem, device))
 
 
-def choose(problem: ConvProblem, device: Device) -> tuple[float, ViaNhwc] | None:
-    """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
-    if TAKES.why_not(problem):
-        return None
-    transposed, best = _transposed(problem), None
-    for engine in _engines(problem, device):
-        found = engine.choose(transposed, device)
-        us = None if found is None else engine.time(transposed, found[1], device)
-        if found and us is not None and (best is None or us < best[0]):
-            best = us, found[1]
-    return None if best is None else (best[0] + _overhead_us(problem, best[1], device), _kind(problem)(str(best[1])))
+AROUND: AroundOthers = AroundOthers(_transposed, _overhead_us, _kind, lambda problem: TAKES.why_not(problem) is None, alone=_alone)

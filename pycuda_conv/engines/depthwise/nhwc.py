@@ -1,12 +1,15 @@
-"""Depthwise convolutions of channels-last arrays as they lie, and their gradients: limits, variants and choice."""
+"""Depthwise convolutions of channels-last arrays as they lie, and their gradients: limits, variants, choice and models of time."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Mapping
 from functools import partial
+from typing import NamedTuple
 
-from pycuda_conv.engines.base import BY_RULE, Config
+from pycuda_conv.engines import split_sum
+from pycuda_conv.engines.base import BY_RULE, FLAG, Config, Device, VariantSet, costs
+from pycuda_conv.engines.costs import spread
 from pycuda_conv.engines.depthwise.nhwc_launch import (
     COLUMNS,
     LEAST_ROWS,
@@ -24,24 +27,18 @@ from pycuda_conv.engines.depthwise.nhwc_launch import (
     of_filter,
     partition_of,
     schedule,
-    schedule_with_border,
     unrolled,
     unrolled_by,
     vector_choices,
     vector_of,
 )
-from pycuda_conv.engines.depthwise.nhwc_time import time
-from pycuda_conv.engines.geometry import ceil, goes_near
-from pycuda_conv.engines.schedule import grid_refusal
-from pycuda_conv.engines.variants import FLAG, VariantSet
+from pycuda_conv.engines.geometry import accumulator_bytes, ceil, goes_near
+from pycuda_conv.engines.limits import TWO_AXES, Takes, Tiles
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
-from pycuda_conv.runtime.base import Device
 
-__all__ = ["adds_border", "schedule", "schedule_with_border", "time"]  # with what stands here: the engine
+__all__ = ["adds_border", "schedule"]  # with what stands here: the engine
 
-CONFIGS = (Depthwise, DepthwiseStrips, DepthwiseWgrad, DepthwiseRing)
-LAYOUTS = "NHWC", "CHWN"
-MOST_VARIANTS = {"cuda": 244, "opencl": 90}
+CONFIGS, LAYOUTS, MOST_VARIANTS = (Depthwise, DepthwiseStrips, DepthwiseWgrad, DepthwiseRing), ("NHWC", "CHWN"), {"cuda": 244, "opencl": 90}
 CHUNKS = (64, 32, 16, 8, 4)
 #: Pixels of a thread, down and across: larger tiles would not fill the GPU. The small ones, of unrolled filters, are for few pixels; the
 #: even one is for gradients with a stride.
@@ -51,62 +48,65 @@ SECTOR = 32  # bytes that memory reads at once
 FULL = 2 * THREADS * 132  # threads: two blocks a multiprocessor of Hopper
 
 
-# ---- what runs
-
-
 def adapts(problem: ConvProblem) -> bool:
     """Whether ``depthwise/nhwc_strips.cu`` reads the image's border: one alike at both sides of an axis, no further than the other end."""
     plain = not (problem.input_dtype or problem.result_dtype)
     return plain and problem.direction == "fprop" and problem.layout == "NHWC" and goes_near(problem)
 
 
-def refusal(problem: ConvProblem, config: Config) -> str | None:
-    """Why `config` can't run `problem`, or None if it can."""
-    if problem.border is not None and not (isinstance(config, DepthwiseStrips) and adapts(problem)):
-        return "it takes no such border"
-    reason = _refused(problem)
-    if reason:
-        return reason
-    if isinstance(config, DepthwiseWgrad | DepthwiseRing) != of_filter(problem):
-        return "gradients of filters and all else have a configuration of their own"
-    if isinstance(config, Depthwise):
-        if config.CHUNK not in CHUNKS or config.CHUNK < vector_of(problem, Depthwise):
-            return f"CHUNK must be one of {CHUNKS} and no less than {vector_of(problem, Depthwise)}"
-        if (config.TILE_P, config.TILE_Q) not in TILES:
-            return f"(TILE_P, TILE_Q) must be one of {TILES}"
-        if config.TILE_Q < 4 and (problem.itemsize > 4 or not unrolled_by(problem, Depthwise)):
-            return "small tiles are of unrolled filters, and not of float64"
-        if problem.direction == "dgrad" and unrolled_by(problem, Depthwise) and config.TILE_P % problem.stride[1]:
-            return "TILE_P must be a multiple of the stride"
-    else:
-        assert isinstance(config, DepthwiseStrips | DepthwiseWgrad | DepthwiseRing)
-        if config.ROWS < 1:
-            return "ROWS must be at least 1"
-        if isinstance(config, DepthwiseWgrad | DepthwiseRing) and config.PARTS < 1:
-            return "PARTS must be at least 1"
-        if isinstance(config, DepthwiseRing) and not _fits_ring(problem):
-            return "it takes 16 bits and float32, square filters of 3, 5 and 7 taps, strides of 1 and 2, pixels of a multiple of 16 bytes"
-        forward = problem.direction == "fprop" or flipped(problem, type(config))
-        if isinstance(config, DepthwiseStrips) and not (unrolled(problem) and forward):
-            return f"it takes square filters of {UNROLLED} taps, strides of 1 and 2, and of gradients by the input those of stride 1"
-        if partition_of(problem, config).units > _MOST_UNITS:
-            return f"it takes at most {_MOST_UNITS:,} groups of columns"
-    return grid_refusal(grid_of(problem, config))
-
-
 _MOST_UNITS = 2**31 - 1 - THREADS  # the kernels count units in 32 bits, with the last block's idle ones
 
 
-def _refused(problem: ConvProblem) -> str | None:
-    """Why no configuration runs `problem`, or None."""
-    channels = problem.N if of_filter(problem) else problem.C // max(problem.groups, 1)
-    if channels != 1 or problem.groups == 0:
-        return "it takes one channel of the input a group"
-    if problem.direction == "dgrad" and problem.K != problem.C:
-        return "of gradients by the input it takes those of one channel of the output a group"
-    if problem.has_depth:
-        return "it takes at most two spatial axes"
-    return None
+def _fits_chunk(problem: ConvProblem, config: Depthwise) -> str | None:
+    least = vector_of(problem, Depthwise)
+    return None if config.CHUNK in CHUNKS and config.CHUNK >= least else f"CHUNK must be one of {CHUNKS} and no less than {least}"
+
+
+TAKES = Takes(
+    ("it takes one channel of the input a group", lambda p: p.groups > 0 and (p.N if of_filter(p) else p.C // p.groups) == 1),
+    ("of gradients by the input it takes those of one channel of the output a group", lambda p: p.direction != "dgrad" or p.K == p.C),
+    TWO_AXES,
+)
+_OF_ALL = (
+    ("it takes no such border", lambda p, config: p.border is None or (isinstance(config, DepthwiseStrips) and adapts(p))),
+    (
+        "gradients of filters and all else have a configuration of their own",
+        lambda p, config: isinstance(config, DepthwiseWgrad | DepthwiseRing) == of_filter(p),
+    ),
+)
+_ROWS, _PARTS = ("ROWS must be at least 1", lambda _, config: config.ROWS >= 1), ("PARTS must be at least 1", lambda _, c: c.PARTS >= 1)
+_UNITS = f"it takes at most {_MOST_UNITS:,} groups of columns", lambda p, config: partition_of(p, config).units <= _MOST_UNITS
+LEGAL = {
+    Depthwise: Tiles(
+        TAKES, Depthwise, *_OF_ALL, _fits_chunk,
+        (
+            "small tiles are of unrolled filters, and not of float64",
+            lambda p, config: config.TILE_Q >= 4 or (p.itemsize <= 4 and unrolled_by(p, Depthwise) > 0),
+        ),
+        (
+            "TILE_P must be a multiple of the stride",
+            lambda p, config: p.direction != "dgrad" or not unrolled_by(p, Depthwise) or config.TILE_P % p.stride[1] == 0,
+        ),
+        blocks=grid_of, together={("TILE_P", "TILE_Q"): TILES},
+    ),
+    DepthwiseStrips: Tiles(
+        TAKES, DepthwiseStrips, *_OF_ALL, _ROWS,
+        (
+            f"it takes square filters of {UNROLLED} taps, strides of 1 and 2, and of gradients by the input those of stride 1",
+            lambda p, _: unrolled(p) and (p.direction == "fprop" or flipped(p, DepthwiseStrips)),
+        ),
+        _UNITS, blocks=grid_of,
+    ),
+    DepthwiseWgrad: Tiles(TAKES, DepthwiseWgrad, *_OF_ALL, _ROWS, _PARTS, _UNITS, blocks=grid_of),
+    DepthwiseRing: Tiles(
+        TAKES, DepthwiseRing, *_OF_ALL, _ROWS, _PARTS,
+        (
+            "it takes 16 bits and float32, square filters of 3, 5 and 7 taps, strides of 1 and 2, pixels of a multiple of 16 bytes",
+            lambda p, _: _fits_ring(p),
+        ),
+        _UNITS, blocks=grid_of,
+    ),
+}  # fmt: skip
 
 
 def _fits_ring(problem: ConvProblem) -> bool:
@@ -173,11 +173,8 @@ def choose(problem: ConvProblem, device: Device) -> tuple[float, Config] | None:
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Config]:
     """The configurations that are worth measuring for `problem`, the best first."""
-    if _refused(problem):
-        return
-
     def best(kind: Iterator[Config], most: int) -> list[Config]:
-        legal = (config for config in dict.fromkeys(kind) if refusal(problem, config) is None)
+        legal = (config for config in dict.fromkeys(kind) if LEGAL[type(config)].refusal(problem, config) is None)
         return sorted(legal, key=expected)[:most]
 
     def expected(config: Config) -> float:
@@ -259,3 +256,127 @@ def _chunk(problem: ConvProblem) -> int:
     """Channels of a block: few idle threads, and rather more channels."""
     fitting = [chunk for chunk in CHUNKS if chunk >= vector_of(problem, Depthwise)]
     return min(fitting, key=lambda chunk: (ceil(problem.K, chunk) * chunk * (1 + 2 / chunk), -chunk))
+
+
+class CostTerms(NamedTuple):
+    """What unrolled loops cost."""
+
+    begin: float  # microseconds of a launch
+    first: float  # instructions a cycle of a scheduler with one block's warp
+    most: float  # the most instructions a cycle
+    hidden: float  # 1: memory and instructions take turns; more: the shorter hides behind the longer
+    step: float  # microseconds that a thread waits for each row
+    memory: float  # bytes a microsecond of 132 multiprocessors
+
+
+COST = costs("depthwise.nhwc")
+COST_TERMS: dict[type[Config], CostTerms] = {kind: CostTerms(*COST.COST_TERMS[kind.__name__]) for kind in (DepthwiseStrips, Depthwise)}
+
+
+def time(problem: ConvProblem, config: Config, device: Device) -> float:
+    """Microseconds that `config` should take, roughly.
+
+    They are those of what is read and written once, and of the instructions of the multiprocessor with most blocks. In float64 and in
+    wgrad neither hides the other, and both take longer if blocks do not fill the GPU.
+    """
+    waits = 0.0  # microseconds that a thread waits, for one tap after another
+    if isinstance(config, Depthwise) and not (unrolled_by(problem, Depthwise) and problem.K == problem.groups):
+        waits = math.prod(problem.filter_size) * (COST.TAP_WAIT + COST.ELEMENT_WAIT * config.TILE_P * config.TILE_Q)
+    strips = isinstance(config, DepthwiseStrips) and unrolled_by(problem, DepthwiseStrips)
+    if problem.K != problem.groups and not of_filter(problem) and not strips:  # threads load one number at a time
+        singly = max(problem.macs / COST.SINGLY, math.prod(problem.result_shape) / COST.SINGLY_WRITTEN)
+        return COST.SINGLY_BEGIN + max(waits, spread(singly, device.multiprocessors))
+    if not unrolled_by(problem, type(config)):  # its loops take as long as a 9x9 filter's were measured to take
+        # a load of one channel takes as long
+        narrow = vector_choices(DTYPE_CODES[problem.dtype], 0, type(config))[0] / vector_of(problem, type(config))
+        loops = COST.LOOPS_OF_FILTER / (1 + FEW_TAPS / math.prod(problem.output_size)) if of_filter(problem) else COST.LOOPS
+        return 3 + max(waits, spread(narrow * problem.macs / loops, device.multiprocessors))
+    if isinstance(config, DepthwiseRing):
+        return _ring_time(problem, config, device)
+    work = _work(problem, config)
+    multiprocessors, blocks = device.multiprocessors, max(grid_of(problem, config), 1)
+    if type(config) in COST_TERMS and problem.dtype != "float64":
+        terms, each = COST_TERMS[type(config)], max(1.0, blocks / multiprocessors)
+        together = min(each, work.blocks)  # each block hides the latency of the others
+        rate = min(terms.most, terms.first * together)
+        busy = each * work.instructions / rate / COST.CLOCK  # each scheduler has a warp of the block
+        moving = spread(problem.bytes / terms.memory, multiprocessors)
+        return terms.begin + float((busy**terms.hidden + moving**terms.hidden) ** (1 / terms.hidden)) + work.steps * terms.step / together
+    at_once = work.blocks * multiprocessors
+    rounds = blocks / at_once
+    if isinstance(config, DepthwiseWgrad) and rounds > 1:  # blocks are long and equal, so the last round takes as long as others
+        blocks = ceil(blocks, at_once) * at_once
+    us = problem.bytes / COST.OTHER_MEMORY + spread(blocks * THREADS * work.instructions / COST.OTHER_ISSUED, multiprocessors)
+    us = COST.OTHER_BEGIN + us / min(1.0, rounds) + work.steps * COST.OTHER_STEP
+    if isinstance(config, DepthwiseStrips):
+        us *= COST.FLOAT64_STRIPS
+    if isinstance(config, DepthwiseWgrad) and config.PARTS > 1:
+        us += split_sum.time(math.prod(problem.result_shape), config.PARTS, accumulator_bytes(problem), multiprocessors)
+    return us
+
+
+def _ring_time(problem: ConvProblem, config: DepthwiseRing, device: Device) -> float:
+    """Microseconds that a ring should take: memory, or the multiprocessors' instructions."""
+    size, stride, vector, (_, p, _) = unrolled(problem), problem.dilation[1], vector_of(problem, DepthwiseRing), problem.filter_size
+    cut, rows, blocks, sums = partition_of(problem, config), min(config.ROWS, p), grid_of(problem, config), size * size * vector
+    fit = 2 if sums > 64 else 3 if sums >= 50 else 4  # blocks that fit a multiprocessor
+    loaded = 1 + (vector if vector > 1 else 0)  # instructions to load and unpack a word from shared memory
+    steps = (rows - 1) * stride + size
+    inside = min(steps, problem.input_size[1])  # rows of x that are no padding
+    product = COLUMNS * sums / stride + ((COLUMNS - 1) * stride + size) * loaded
+    cycles = cut.rounds * (inside * product + steps * (COST.RING_STEP + COLUMNS / stride * loaded)) + COST.RING_SUM * sums + COST.RING_END
+    full, rest = divmod(ceil(blocks, device.multiprocessors), fit)
+    busy = full * fit + (max(rest, COST.ALONE) if rest else 0)
+    us = COST.RING_BEGIN + max(COST.ISSUED * busy * cycles / COST.CLOCK, problem.bytes / COST.RING_MEMORY)
+    if config.PARTS > 1 or problem.itemsize == 2:
+        us += split_sum.time(math.prod(problem.result_shape), config.PARTS, accumulator_bytes(problem), device.multiprocessors)
+    return us
+
+
+FEW_TAPS = 4  # wgrad's pixels take at least as long as so many taps: 1x1x1 filters took 45 us on an H100, 9 by their multiplications
+
+
+class _Work(NamedTuple):
+    """The work of a thread."""
+
+    blocks: int  # blocks that fit a multiprocessor
+    steps: int  # one after the other, each waiting for memory
+    instructions: float
+
+
+def _work(problem: ConvProblem, config: Config) -> _Work:
+    """The work of a thread of `config` for a filter whose loops are unrolled."""
+    size, vector = unrolled(problem), vector_of(problem, type(config))
+    unpacked = vector if problem.itemsize == 2 else 0
+    parts = 0 if problem.itemsize == 2 else 1  # partial sums, of rows of the filter, that are added
+    if isinstance(config, DepthwiseWgrad):
+        stride, (_, p, _) = problem.dilation[1], problem.filter_size
+        cut, rows = partition_of(problem, config), min(config.ROWS, p)
+        read = (COLUMNS - 1) * stride + size
+        loads = (stride * read + COLUMNS) * (COST.LOADED + unpacked)
+        row = 1.0 * COLUMNS * vector * size * size + loads + 15 * stride + COLUMNS * vector * size
+        steps = cut.rounds * ((rows - 1) * stride + size)
+        return _Work(4 if size == 3 else 3, steps, cut.rounds * (COST.START // 2 + rows * row) + 12 * size * size * vector)
+    stride, (_, p, _) = problem.stride[1], problem.result_size
+    if isinstance(config, DepthwiseStrips):
+        rows, columns = config.ROWS, COLUMNS
+    else:
+        assert isinstance(config, Depthwise)
+        rows, columns = config.TILE_P, config.TILE_Q
+    rows, taps = min(rows, p), float(size * size)
+    if problem.direction == "dgrad" and stride == 2:
+        steps, read, taps = rows // stride + size // stride, columns // stride + size // stride, taps / stride**2
+    else:
+        steps, read = (rows - 1) * stride + size, (columns - 1) * stride + size
+    products, beside = columns * vector * (taps + parts * size), columns * (4 * vector + COST.STORED)
+    loading = steps * (read * (COST.LOADED + unpacked) + 15)
+    wide = size == 7 or size * vector > 12 or problem.dtype == "float64"
+    wide = wide or (problem.dtype == "float32" and stride == 1 and (size, vector) == (3, 4))
+    blocks = 3 if wide and isinstance(config, DepthwiseStrips) else 4
+    if problem.dtype == "float64":
+        return _Work(blocks, steps, COST.START + loading + rows * (products + beside))
+    if isinstance(config, Depthwise):
+        waits = ceil(steps, 3) if config.TILE_Q < 4 else steps  # a small tile's rows are under way together
+        return _Work(blocks, waits, COST.OF_TILES * (loading + rows * (products + beside)))
+    met = rows if size == 5 and vector == 4 else steps / stride  # rows of sums that are met; some of the others lie outside the strip
+    return _Work(blocks, steps, COST.OF_STRIPS + COST.OF_OTHERS * (loading + rows * beside) + met * products)

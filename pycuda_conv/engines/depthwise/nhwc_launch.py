@@ -12,12 +12,10 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from pycuda_conv.engines import split_sum
-from pycuda_conv.engines.base import Config
-from pycuda_conv.engines.geometry import accumulator_bytes, arguments, border_numbers, ceil, near_sides, needs_64_bits
-from pycuda_conv.engines.schedule import INPUT, OPERANDS, RESULT, WEIGHT, WORKSPACE, Schedule, finish, finish_constants
-from pycuda_conv.engines.struct import kernel_struct
+from pycuda_conv.engines.base import Config, Device, KernelLaunch, kernel_struct
+from pycuda_conv.engines.geometry import accumulator_bytes, arguments, border_numbers, ceil, needs_64_bits
+from pycuda_conv.engines.schedule import INPUT, OPERANDS, RESULT, WEIGHT, WORKSPACE, Schedule, finish_constants
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
-from pycuda_conv.runtime.base import Device, KernelLaunch
 
 
 @dataclass(frozen=True)
@@ -179,27 +177,15 @@ def grid_of(problem: ConvProblem, config: Config) -> int:
     return args.blocks_c * args.blocks_q * args.blocks_p * ceil(problem.N, images)
 
 
-# ---- launches
-
-
 def adds_border(source: ConvProblem, problem: ConvProblem, config: Config) -> bool:
     """Whether :func:`schedule` takes the image of `source`, which has a border, for the wider one of `problem`: the ring's kernel may."""
-    return isinstance(config, DepthwiseRing) and source.border is not None and not source.input_dtype and near_sides(source) is not None
+    return isinstance(config, DepthwiseRing)
 
 
-def schedule(problem: ConvProblem, config: Config, device: Device, with_moments: bool = False) -> Schedule:
-    """The launches of `config` for `problem`."""
-    return _launches_of(problem, config, device, with_moments)
-
-
-def schedule_with_border(source: ConvProblem, config: Config, device: Device) -> Schedule:
-    """The launches of `config` for the :attr:`ConvProblem.padded` of `source`, which read its image: see :func:`adds_border`."""
-    return _launches_of(source.padded, config, device, source=source)
-
-
-def _launches_of(
+def schedule(
     problem: ConvProblem, config: Config, device: Device, with_moments: bool = False, source: ConvProblem | None = None
 ) -> Schedule:
+    """The launches of `config` for `problem`."""
     filter_size, size = unrolled_by(problem, type(config)), math.prod(problem.result_shape)
     if isinstance(config, DepthwiseRing):
         defines = {"TYPE": DTYPE_CODES[problem.dtype], "TAPS": filter_size, "STRIDE": problem.dilation[1]}
@@ -242,9 +228,7 @@ def _with_sum(problem: ConvProblem, parts: int, launch: KernelLaunch) -> Schedul
 
 
 def _tile_arguments(problem: ConvProblem, config: Depthwise) -> Any:
-    (_, h, w), (_, p, q) = problem.operand_size, problem.result_size
-    (_, r, s), (_, stride_h, stride_w), (_, dil_h, dil_w) = problem.filter_size, problem.stride, problem.dilation
-    pad_h, pad_w = _padding(problem, Depthwise)
+    (_, p, q), (_, stride_h, stride_w), (pad_h, pad_w) = problem.result_size, problem.stride, _padding(problem, Depthwise)
     # with DGRAD tiles begin where the padding says
     early_h, early_w = (pad_h % stride_h, pad_w % stride_w) if problem.direction == "dgrad" and unrolled_by(problem, Depthwise) else (0, 0)
     tiles_p, tiles_q = ceil(p + early_h, config.TILE_P), ceil(q + early_w, config.TILE_Q)
@@ -252,22 +236,17 @@ def _tile_arguments(problem: ConvProblem, config: Depthwise) -> Any:
     lanes_q = min((tiles_q - 1).bit_length(), 7 - lanes_c, 2)
     lanes_p = min((tiles_p - 1).bit_length(), 7 - lanes_c - lanes_q)
     return arguments(
-        DepthwiseArguments, lanes_c=lanes_c, lanes_q=lanes_q, lanes_p=lanes_p, blocks_c=ceil(problem.K, config.CHUNK),
-        blocks_q=ceil(tiles_q, 1 << lanes_q), blocks_p=ceil(tiles_p, 1 << lanes_p), n=problem.N, c=problem.operand_channels,
-        k=problem.result_channels, multiplier=problem.K // max(problem.C, 1), h=h, w=w, p=p, q=q, r=r, s=s, stride_h=stride_h,
-        stride_w=stride_w, pad_h=pad_h, pad_w=pad_w, dil_h=dil_h, dil_w=dil_w, flip=int(flipped(problem, Depthwise)),
-        **finish(problem),
+        DepthwiseArguments, problem, lanes_c=lanes_c, lanes_q=lanes_q, lanes_p=lanes_p, blocks_c=ceil(problem.K, config.CHUNK),
+        blocks_q=ceil(tiles_q, 1 << lanes_q), blocks_p=ceil(tiles_p, 1 << lanes_p), pad_h=pad_h, pad_w=pad_w,
+        flip=int(flipped(problem, Depthwise)),
     )  # fmt: skip
 
 
 def _strips_arguments(problem: ConvProblem, config: DepthwiseStrips) -> Any:
-    (_, h, w), (_, p, q), (pad_h, pad_w) = problem.operand_size, problem.result_size, _padding(problem, DepthwiseStrips)
-    cut = partition_of(problem, config)
+    pad_h, pad_w = _padding(problem, DepthwiseStrips)
     return arguments(
-        DepthwiseStripsArguments, lanes_c=cut.lanes_c, lanes_u=cut.lanes_u, blocks_c=cut.blocks_c, strips=cut.strips,
-        tiles_q=cut.tiles_q, rows=config.ROWS, n=problem.N, c=problem.operand_channels, k=problem.result_channels,
-        multiplier=problem.K // max(problem.C, 1), h=h, w=w, p=p, q=q, pad_h=pad_h, pad_w=pad_w,
-        flip=int(flipped(problem, DepthwiseStrips)), **_near_numbers(problem), **finish(problem),
+        DepthwiseStripsArguments, problem, partition_of(problem, config), rows=config.ROWS, pad_h=pad_h, pad_w=pad_w,
+        flip=int(flipped(problem, DepthwiseStrips)), **_near_numbers(problem),
     )  # fmt: skip
 
 
@@ -284,26 +263,20 @@ def _taps(problem: ConvProblem) -> tuple[int, int]:
 
 
 def _wgrad_arguments(problem: ConvProblem, config: DepthwiseWgrad) -> Any:
-    (_, h, w), (_, p, q), (_, r, s) = problem.input_size, problem.filter_size, problem.output_size
-    (_, stride_h, stride_w), (_, dil_h, dil_w), (_, pad_h, pad_w) = problem.dilation, problem.stride, problem.padding_before
+    (_, p, q), (_, r, s) = problem.filter_size, problem.output_size
+    (_, stride_h, stride_w), (_, dil_h, dil_w) = problem.dilation, problem.stride
     (taps_r, taps_s), cut = _taps(problem), partition_of(problem, config)
     return arguments(
-        DepthwiseWgradArguments, lanes_c=cut.lanes_c, lanes_u=cut.lanes_u, channels=cut.lanes_c * vector_of(problem, DepthwiseWgrad),
-        blocks_c=cut.blocks_c, blocks_s=ceil(s, taps_s), blocks_r=ceil(r, taps_r), parts=config.PARTS, units=cut.units,
-        rounds=cut.rounds, tiles_q=cut.tiles_q, strips=cut.strips, rows=config.ROWS, c=problem.groups, k=problem.K,
-        multiplier=problem.K // problem.groups, h=h, w=w, p=p, q=q, r=r, s=s, stride_h=stride_h, stride_w=stride_w,
-        pad_h=pad_h, pad_w=pad_w, dil_h=dil_h, dil_w=dil_w,
+        DepthwiseWgradArguments, problem, cut, channels=cut.lanes_c * vector_of(problem, DepthwiseWgrad), blocks_s=ceil(s, taps_s),
+        blocks_r=ceil(r, taps_r), parts=config.PARTS, rows=config.ROWS, c=problem.groups, multiplier=problem.K // problem.groups, p=p, q=q,
+        r=r, s=s, stride_h=stride_h, stride_w=stride_w, dil_h=dil_h, dil_w=dil_w,
     )  # fmt: skip
 
 
 def _ring_arguments(problem: ConvProblem, config: DepthwiseRing) -> Any:
-    (_, h, w), (_, p, q), (_, pad_h, pad_w) = problem.input_size, problem.filter_size, problem.padding_before
+    _, p, q = problem.filter_size
     cut = partition_of(problem, config)
-    return arguments(
-        DepthwiseRingArguments, lanes_c=cut.lanes_c, lanes_u=cut.lanes_u, blocks_c=cut.blocks_c, parts=config.PARTS,
-        rounds=cut.rounds, units=cut.units, tiles_q=cut.tiles_q, strips=cut.strips, rows=min(config.ROWS, p), k=problem.K,
-        h=h, w=w, p=p, q=q, pad_h=pad_h, pad_w=pad_w, **(near_sides(problem) or {}),
-    )  # fmt: skip
+    return arguments(DepthwiseRingArguments, problem, cut, parts=config.PARTS, rows=min(config.ROWS, p), p=p, q=q)
 
 
 def images_of(problem: ConvProblem) -> int:

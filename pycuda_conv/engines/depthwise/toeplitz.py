@@ -6,22 +6,19 @@ A row of a filter is a Toeplitz matrix, which multiplies rows of the input. So m
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import takewhile
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
-from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.base import FLAG, Config, ConvProblem, Device, KernelLaunch, VariantSet, kernel_struct
 from pycuda_conv.engines.costs import bytes_moved, costs, spread
-from pycuda_conv.engines.geometry import arguments, ceil, near_sides
+from pycuda_conv.engines.geometry import arguments, ceil
 from pycuda_conv.engines.limits import AMPERE, HALVES, NOT_EMPTY, TWO_AXES, Takes, Tiles
-from pycuda_conv.engines.schedule import OPERANDS, Schedule, check_shared, finish, finish_constants, grid_refusal, shared_limit
-from pycuda_conv.engines.struct import kernel_struct
+from pycuda_conv.engines.schedule import OPERANDS, Schedule, check_shared, finish_constants, grid_refusal, shared_limit
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF
-from pycuda_conv.engines.variants import FLAG, VariantSet
-from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import Device, KernelLaunch
 
 WARPS = {"NCHW": 4, "NHWC": 8}  # warps of a block
 ROWS, EIGHT = 16, 8  # rows of a task; columns of a tile
@@ -44,18 +41,10 @@ class DepthwiseToeplitz(Config):
     UNIT_KIB: int = 24
 
 
-CONFIGS = (DepthwiseToeplitz,)
-LAYOUTS = "NCHW", "NHWC"
-RUNS_ON = AMPERE
-TENSOR_CORES = True
+CONFIGS, LAYOUTS, RUNS_ON, TENSOR_CORES, MOST_VARIANTS = (DepthwiseToeplitz,), ("NCHW", "NHWC"), AMPERE, True, {"cuda": 22}
 ORDER = ()  # all sum alike
-MOST_VARIANTS = {"cuda": 22}
-
-
+COST = costs("depthwise.toeplitz")
 DepthwiseToeplitzArguments = kernel_struct("depthwise_toeplitz", "DepthwiseToeplitzArguments")
-
-
-# ---- what runs
 
 
 def _strided(problem: ConvProblem) -> bool:
@@ -87,31 +76,12 @@ def _steps(problem: ConvProblem) -> int | None:
     return next((steps for steps in STEPS[stride] if columns <= 16 * steps), None)
 
 
-class _Unit(NamedTuple):
-    """The work of a block, called a unit."""
-
-    planes: int
-    band: int  # rows of the result
-    columns: int  # of the result
-    bands: int  # units below one another that cover a plane
-    spans: int  # units side by side that cover a plane
-    blocks: int
-    groups: int  # tasks side by side
-    x_rows: int  # of a plane
-    units: int  # eights of columns of x
-    pitch: int
-    plane_pitch: int
-    y_off: int  # columns of the result and of the input that eight 0 begins with
-    x_off: int
-    taps_pitch: int  # words of a row of the filter
-    y_at: int
-    x_at: int
-    shared: int
-
-
 @lru_cache(maxsize=1024)  # the planner asks for it several times
-def _unit(problem: ConvProblem, config: DepthwiseToeplitz) -> _Unit | None:
-    """The unit that fits into the shared memory of `config` and reads the fewest values twice; None where none fits."""
+def _unit(problem: ConvProblem, config: DepthwiseToeplitz) -> Any:
+    """The work of a block that fits into the shared memory of `config` and reads the fewest values twice; None where none fits.
+
+    It has what the kernel's members of these names have, the blocks of a launch, and bytes of shared memory.
+    """
     (_, h, _), (_, p, q), (_, r, _), (_, stride_h, stride) = problem.operand_size, problem.result_size, problem.filter_size, problem.stride
     most, steps, last, all_planes = config.UNIT_KIB * 1024, _steps(problem), problem.layout == "NHWC", problem.N * problem.K
     assert steps is not None
@@ -134,7 +104,7 @@ def _unit(problem: ConvProblem, config: DepthwiseToeplitz) -> _Unit | None:
     granule = 2 * EIGHT if grad else EIGHT  # columns
     least_rows = 2 * ROWS if grad else ROWS
 
-    def unit(planes: int, band: int, columns: int) -> _Unit:
+    def unit(planes: int, band: int, columns: int) -> Any:
         bands, spans, eights = ceil(p, band), ceil(q - y_off, columns), columns // EIGHT
         met = (band + r) // 2 + 1 if grad else (band - 1) * stride_h + span
         x_rows = min(met, h) if last or bands > 1 else h
@@ -146,9 +116,10 @@ def _unit(problem: ConvProblem, config: DepthwiseToeplitz) -> _Unit | None:
         beside = of_task * stride  # eights that a task reads behind the end of the row, for tiles that don't exist
         blocks = bands * spans * (problem.N * ceil(problem.K, CHANNELS) if last else ceil(all_planes, planes))
         shared = x_at + (planes * plane_pitch + pitch + beside) * 16
-        return _Unit(
-            planes, band, columns, bands, spans, blocks, ceil(eights, of_task), x_rows, units, pitch, plane_pitch, y_off, x_off, taps_pitch,
-            y_at, x_at, shared,
+        return SimpleNamespace(
+            planes=planes, band=band, columns=columns, bands=bands, spans=spans, blocks=blocks, groups=ceil(eights, of_task), x_rows=x_rows,
+            units=units, pitch=pitch, plane_pitch=plane_pitch, y_off=y_off, x_off=x_off, taps_pitch=taps_pitch, y_at=y_at, x_at=x_at,
+            shared=shared,
         )  # fmt: skip
 
     row = ceil(q - y_off, granule) * granule
@@ -166,7 +137,7 @@ def _unit(problem: ConvProblem, config: DepthwiseToeplitz) -> _Unit | None:
     return max(fitting, key=lambda one: one.band, default=None)
 
 
-def _sixteens(problem: ConvProblem, unit: _Unit) -> int:
+def _sixteens(problem: ConvProblem, unit: Any) -> int:
     """How many tasks of a unit lie below one another."""
     return 2 * ceil(unit.band, 2 * ROWS) if _strided(problem) else ceil(unit.band, ROWS)
 
@@ -206,45 +177,35 @@ def _fits(problem: ConvProblem, config: DepthwiseToeplitz) -> str | None:
 LEGAL = Tiles(TAKES, DepthwiseToeplitz, _fits)
 
 
-# ---- launches
-
-
 def adds_border(source: ConvProblem, problem: ConvProblem, config: DepthwiseToeplitz) -> bool:
     """Whether the kernel reads the image of `source` with its border: of planes that fit a block."""
-    plain = source.direction == "fprop" and source.layout == "NCHW" and source.border is not None and not source.input_dtype
-    if not plain or near_sides(source) is None or TAKES.why_not(source):
+    if source.direction != "fprop" or source.layout != "NCHW" or TAKES.why_not(source):
         return False
     unit = _unit(source, config)
     return unit is not None and unit.bands == 1
 
 
-def schedule(problem: ConvProblem, config: DepthwiseToeplitz, device: Device, with_moments: bool = False) -> Schedule:
-    """The launch of `config`, which can run `problem`; it notes no moments."""
-    return schedule_with_border(problem, config, device)
-
-
-def schedule_with_border(source: ConvProblem, config: DepthwiseToeplitz, device: Device) -> Schedule:
-    """The same for the image of `source`, which may have a border: see :func:`adds_border`."""
-    problem = source
-    (_, h, w), (_, p, q), (_, r, s) = problem.operand_size, problem.result_size, problem.filter_size
-    (_, stride_h, stride_w), (_, dil_h, dil_w), (pad_h, pad_w) = problem.stride, problem.dilation, _padding(problem)
+def schedule(
+    problem: ConvProblem, config: DepthwiseToeplitz, device: Device, with_moments: bool = False, source: ConvProblem | None = None
+) -> Schedule:
+    """The launch of `config`, which can run `problem`; it notes no moments. With `source` it reads its image."""
+    problem = source or problem
+    (_, h, w), (pad_h, pad_w) = problem.operand_size, _padding(problem)
+    # the last column that a forward convolution reads, which may lie outside
+    last = (problem.output_size[2] - 1) * problem.stride[2] - problem.padding_before[2] + (problem.filter_size[2] - 1) * problem.dilation[2]
     unit, grad = _unit(problem, config), _strided(problem)
     assert unit is not None
     check_shared(problem, config, device, unit.shared)
     args = arguments(
-        DepthwiseToeplitzArguments, planes=unit.planes, all_planes=problem.N * problem.K, band=unit.band, bands=unit.bands,
-        sixteens=_sixteens(problem, unit), groups=unit.groups, k=problem.K, multiplier=problem.K // problem.C, h=h, w=w, p=p, q=q, r=r, s=s,
-        stride_h=stride_h, pad_h=pad_h, pad_w=pad_w, dil_h=dil_h, dil_w=dil_w, flipped=int(problem.direction == "dgrad" and not grad),
-        y_off=unit.y_off, x_off=unit.x_off, columns=unit.columns, spans=unit.spans,
-        chunks=ceil(problem.K, CHANNELS) if problem.layout == "NHWC" else 1, units=unit.units, pitch=unit.pitch,
-        plane_pitch=unit.plane_pitch, x_rows=unit.x_rows, taps_pitch=unit.taps_pitch, y_at=unit.y_at, x_at=unit.x_at,
-        x_size=problem.N * problem.C * h * w, before_w=pad_w, after_w=max(_last_column(problem) - (w - 1), 0),
-        **(near_sides(problem) or {}), **finish(problem),
+        DepthwiseToeplitzArguments, problem, unit, all_planes=problem.N * problem.K, sixteens=_sixteens(problem, unit), pad_h=pad_h,
+        pad_w=pad_w, flipped=int(problem.direction == "dgrad" and not grad),
+        chunks=ceil(problem.K, CHANNELS) if problem.layout == "NHWC" else 1, x_size=problem.N * problem.C * h * w, before_w=pad_w,
+        after_w=max(last - (w - 1), 0),
     )  # fmt: skip
     steps = _steps(problem)
     assert steps is not None
     defines = {
-        "TYPE": ELEMENTS[problem.dtype], "STRIDE": 1 if grad else stride_w, "STEPS": steps, "GRAD": int(grad),
+        "TYPE": ELEMENTS[problem.dtype], "STRIDE": 1 if grad else problem.stride[2], "STEPS": steps, "GRAD": int(grad),
         "LAST": int(problem.layout == "NHWC"), **({} if problem.border is None else {"BORDERED": 1}),
     }  # fmt: skip
     threads = 32 * WARPS[problem.layout]
@@ -254,25 +215,13 @@ def schedule_with_border(source: ConvProblem, config: DepthwiseToeplitz, device:
     return Schedule.plain([[launch]])
 
 
-def _last_column(problem: ConvProblem) -> int:
-    """The last column of an image that a forward convolution reads, which may lie outside."""
-    return (problem.output_size[2] - 1) * problem.stride[2] - problem.padding_before[2] + (problem.filter_size[2] - 1) * problem.dilation[2]
-
-
 def variants(device: Device) -> Iterator[VariantSet]:
     """One text per type, stride, and number of steps that a row of the filter reaches."""
     for stride, steps in STEPS.items():
-        choices = {"TYPE": (HALF, BFLOAT), "STRIDE": (stride,), "STEPS": steps, "GRAD": FLAG, "LAST": FLAG}
-        yield VariantSet("depthwise_toeplitz", choices, _is_listed)
-        yield VariantSet("depthwise_toeplitz", choices | {"GRAD": (0,), "LAST": (0,), "BORDERED": (1,)}, _is_listed)
-
-
-def _is_listed(d: Mapping[str, int]) -> bool:
-    """Whether the planner ever makes a kernel with these defines."""
-    return not d["GRAD"] or (d["STRIDE"], d["STEPS"]) == (1, 1)
-
-
-# ---- the choice
+        choices = {"TYPE": (HALF, BFLOAT), "STRIDE": (stride,), "STEPS": steps, "LAST": FLAG}
+        yield VariantSet("depthwise_toeplitz", choices | {"GRAD": (0,)})
+        yield VariantSet("depthwise_toeplitz", choices | {"GRAD": (0,), "LAST": (0,), "BORDERED": (1,)})
+    yield VariantSet("depthwise_toeplitz", {"TYPE": (HALF, BFLOAT), "STRIDE": (1,), "STEPS": (1,), "GRAD": (1,), "LAST": FLAG})
 
 
 class CostTerms(NamedTuple):
@@ -290,7 +239,6 @@ class CostTerms(NamedTuple):
     memory: float  # bytes a microsecond
 
 
-COST = costs("depthwise.toeplitz")
 COST_TERMS = {layout: CostTerms(*terms) for layout, terms in COST.COST_TERMS.items()}
 
 

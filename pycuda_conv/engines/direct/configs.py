@@ -9,10 +9,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.base import Config, ConvProblem, Device
 from pycuda_conv.engines.geometry import ceil, taps_apart
-from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import Device
 
 
 @dataclass(frozen=True)
@@ -29,6 +27,16 @@ class Tile(Config):
     TILE_P: int = 8
     TILE_Q: int = 32
     ROWS: int = 1
+
+    def halo(self, problem: ConvProblem) -> tuple[int, int]:
+        """Rows and columns of the input that a tile of the result reads."""
+        (_, r, s), (sh, sw), (_, dh, dw) = problem.filter_size, tile_stride(problem), problem.dilation
+        return (self.TILE_P - 1) * sh + (r - 1) * dh + 1, (self.TILE_Q - 1) * sw + (s - 1) * dw + 1
+
+    def loads(self, problem: ConvProblem) -> int:
+        """Elements that the tiles of one plane load, halos and overhang included. They take most of the kernel's time."""
+        _, p, q = problem.result_size
+        return ceil(p, self.TILE_P) * ceil(q, self.TILE_Q) * math.prod(self.halo(problem))
 
 
 @dataclass(frozen=True)
@@ -82,14 +90,8 @@ def tile_stride(problem: ConvProblem) -> tuple[int, int]:
     return stride_h, stride_w
 
 
-def halo(problem: ConvProblem, config: Tile) -> tuple[int, int]:
-    """Rows and columns of the input that a tile of the result reads."""
-    (_, r, s), (sh, sw), (_, dh, dw) = problem.filter_size, tile_stride(problem), problem.dilation
-    return (config.TILE_P - 1) * sh + (r - 1) * dh + 1, (config.TILE_Q - 1) * sw + (s - 1) * dw + 1
-
-
 #: Defines, arguments, constants of the layer, and elements of shared memory that a block asks for.
-Made = tuple[dict[str, int], tuple[int, ...], dict[str, int], int]
+Made = tuple[dict[str, int], Any, dict[str, int], int]
 
 
 def layer_constants(problem: ConvProblem, args: Any, sizes: str, **others: int) -> dict[str, int]:
@@ -130,9 +132,3 @@ INTEGER_TILES = TILES[:2]
 def tiles_of(device: Device) -> tuple[Tile, ...]:
     """The tiles to choose from on `device`: OpenCL has one for planes and one for rows."""
     return TILES if device.backend == "cuda" else (TILES[1], TILES[-1])
-
-
-def tile_loads(problem: ConvProblem, config: Tile) -> int:
-    """Elements that the tiles of one plane load, halos and overhang included. They take most of the kernel's time."""
-    _, p, q = problem.result_size
-    return ceil(p, config.TILE_P) * ceil(q, config.TILE_Q) * math.prod(halo(problem, config))

@@ -7,13 +7,13 @@ a model says how long it takes, so that other engines compare.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import asdict, replace
 from itertools import islice
 from typing import Any
 
-from pycuda_conv.engines.base import BY_RULE, LAST_RESORT, Config, fastest
-from pycuda_conv.engines.costs import costs
+from pycuda_conv.engines.base import BY_RULE, FLAG, LAST_RESORT, Config, Device, KernelLaunch, VariantSet, costs, fastest, kernel_struct
+from pycuda_conv.engines.costs import spread
 from pycuda_conv.engines.direct.configs import (
     COMMON,
     CONFIGS,
@@ -26,26 +26,15 @@ from pycuda_conv.engines.direct.configs import (
     Tile,
     Wgrad,
     flips,
-    halo,
     layer_constants,
     parts_of_sum,
     result_pixels,
     split_of,
-    tile_loads,
     tile_stride,
     tiles_of,
     unrolled_dgrad,
 )
-from pycuda_conv.engines.direct.times import FEW, WARP, time
-from pycuda_conv.engines.direct.wgrad import (
-    WgradArguments,
-    wgrad_config,
-    wgrad_configs,
-    wgrad_grid,
-    wgrad_launch,
-    wgrad_refusal,
-    wgrad_variants,
-)
+from pycuda_conv.engines.direct.wgrad import WGRAD, wgrad_config, wgrad_configs, wgrad_grid, wgrad_launch, wgrad_time, wgrad_variants
 from pycuda_conv.engines.geometry import (
     accumulator_bytes,
     arguments,
@@ -53,18 +42,16 @@ from pycuda_conv.engines.geometry import (
     border_words,
     by_axis,
     ceil,
-    divider,
-    near_sides,
+    finish,
     needs_64_bits,
     outputs_apart,
     taps_apart,
 )
-from pycuda_conv.engines.schedule import FINISH, INPUT, RESULT, STATIC_SHARED_BYTES, WEIGHT, WORKSPACE, Schedule, finish, grid_refusal
+from pycuda_conv.engines.limits import Takes, Tiles
+from pycuda_conv.engines.schedule import FINISH, INPUT, RESULT, STATIC_SHARED_BYTES, WEIGHT, WORKSPACE, Schedule
 from pycuda_conv.engines.split_sum import reduce_launch
-from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.variants import FLAG, VariantSet
-from pycuda_conv.problem import DTYPE_CODES, ConvProblem, Size3
-from pycuda_conv.runtime.base import Device, KernelLaunch
+from pycuda_conv.engines.split_sum import time as reduce_time
+from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 
 __all__ = ["CONFIGS"]  # with what stands here: the engine
 
@@ -74,12 +61,11 @@ BLOCKS = {("cuda", "fprop"): (8, 4, 2), ("cuda", "dgrad"): (8, 4, 2, 1), ("openc
 DIRECT_SPLITS = (1, 2, 4, 8)  # SPLIT of direct/batched.cu and direct/dgrad.cu
 #: What the types of integers hold that ``direct/tile.cu`` reads and writes.
 RANGES = {"uint8": (0, 255), "int8": (-128, 127), "uint16": (0, 65535), "int16": (-32768, 32767)}
+FEW = 1024  # results; for fewer the launch takes most of the time, and the smallest kernel wins
+WARP = 32  # pixels of a warp of direct/single.cu
 MOST_MACS = 2e9  # multiplications up to which sums may be split: beyond, matrix products are faster
 LAYOUTS = "NCHW", "CNHW"
 MOST_VARIANTS = {"cuda": 226, "opencl": 102}
-
-
-# ---- what runs
 
 
 def adapts(problem: ConvProblem) -> bool:
@@ -90,42 +76,6 @@ def adapts(problem: ConvProblem) -> bool:
     given, wanted = problem.input_dtype, problem.result_dtype
     typed = not (given or wanted) or (problem.dtype == "float32" and given in RANGES and wanted in ("", given))
     return typed and problem.direction == "fprop" and problem.layout == "NCHW" and border_words(problem) is not None
-
-
-def refusal(problem: ConvProblem, config: Config) -> str | None:
-    """Why `config` can't run `problem`, or None if it can."""
-    if problem.adapted and not (isinstance(config, Tile) and adapts(problem)):
-        return "it takes no such border, and no such integers"
-    if problem.input_dtype and config not in INTEGER_TILES:
-        return f"of integers it takes {' and '.join(map(str, INTEGER_TILES))}"
-    if isinstance(config, Wgrad):
-        return wgrad_refusal(problem, config)
-    if problem.layout != "NCHW":
-        return "it takes NCHW arrays"
-    taps, acc = math.prod(problem.filter_size), accumulator_bytes(problem)
-    if isinstance(config, (Single, Tile)):
-        forward = problem.direction == "fprop" or (isinstance(config, Tile) and flips(problem))
-        if not forward or problem.C != problem.groups or problem.has_depth:
-            return "it takes one input channel a group and at most two spatial axes"
-    elif isinstance(config, Dgrad):
-        if problem.direction != "dgrad":
-            return "it computes transposed convolutions"
-    elif isinstance(config, Batched) and problem.direction != "fprop":
-        return "it computes forward convolutions"
-    shared = 0
-    if isinstance(config, Single):
-        shared = taps * acc
-    elif isinstance(config, Tile):
-        if config.TILE_P % config.ROWS:
-            return "ROWS must divide TILE_P"
-        if not 32 <= config.TILE_P // config.ROWS * config.TILE_Q <= 1024:
-            return "a block has 32 to 1024 threads"
-        shared = (taps + math.prod(halo(problem, config))) * acc
-    elif isinstance(config, (Batched, Dgrad)):
-        shared = config.BLOCK_K * config.BLOCK_C * taps * acc
-    if shared > STATIC_SHARED_BYTES:
-        return f"it needs {shared:,} bytes of shared memory; a block has {STATIC_SHARED_BYTES:,}"
-    return grid_refusal(_grid(problem, config))
 
 
 def _grid(problem: ConvProblem, config: Config) -> int:
@@ -144,10 +94,36 @@ def _grid(problem: ConvProblem, config: Config) -> int:
     return wgrad_grid(problem, config)
 
 
-# ---- launches
+_PLAIN = "it takes no such border, and no such integers", lambda p, config: not p.adapted or (isinstance(config, Tile) and adapts(p))
+_PLANES = "it takes NCHW arrays", lambda p, _: p.layout == "NCHW"
+_FORWARD = "it computes forward convolutions", lambda p, _: p.direction == "fprop"
+_TRANSPOSED = "it computes transposed convolutions", lambda p, _: p.direction == "dgrad"
+_ALONE = (
+    "it takes one input channel a group and at most two spatial axes",
+    lambda p, c: (p.direction == "fprop" or (isinstance(c, Tile) and flips(p))) and p.C == p.groups and not p.has_depth,
+)
 
 
-# The structs of the kernels, which explain each member.
+def _shared(problem: ConvProblem, config: Any) -> int:
+    """Bytes of shared memory of a block."""
+    taps = math.prod(problem.filter_size)
+    of_block = config.BLOCK_K * config.BLOCK_C * taps if isinstance(config, Batched | Dgrad) else taps
+    return accumulator_bytes(problem) * (of_block + (math.prod(config.halo(problem)) if isinstance(config, Tile) else 0))
+
+
+TAKES, _ROOM = Takes(), (_shared, STATIC_SHARED_BYTES)
+LEGAL = {
+    Single: Tiles(TAKES, Single, _PLAIN, _PLANES, _ALONE, shared=_ROOM, blocks=_grid),
+    Tile: Tiles(
+        TAKES, Tile, _PLAIN,
+        (f"of integers it takes {' and '.join(map(str, INTEGER_TILES))}", lambda p, c: not p.input_dtype or c in INTEGER_TILES),
+        _PLANES, _ALONE, ("ROWS must divide TILE_P", lambda _, c: c.TILE_P % c.ROWS == 0),
+        ("a block has 32 to 1024 threads", lambda _, c: 32 <= c.TILE_P // c.ROWS * c.TILE_Q <= 1024), shared=_ROOM, blocks=_grid,
+    ),
+    Dgrad: Tiles(TAKES, Dgrad, _PLAIN, _PLANES, _TRANSPOSED, shared=_ROOM, blocks=_grid),
+    Batched: Tiles(TAKES, Batched, _PLAIN, _PLANES, _FORWARD, shared=_ROOM, blocks=_grid), Wgrad: WGRAD,
+}  # fmt: skip
+
 
 SingleArguments = kernel_struct("direct_single", "SingleArguments")
 TileArguments = kernel_struct("direct_tile", "TileArguments")
@@ -170,8 +146,7 @@ def _constants(problem: ConvProblem, args: Any) -> dict[str, int]:
 
 def adds_border(source: ConvProblem, problem: ConvProblem, config: Config) -> bool:
     """Whether :func:`schedule` takes the image of `source`, which has a border, for the wider one of `problem`: ``direct/wgrad.cu`` may."""
-    plain = isinstance(config, Wgrad) and config.FILTERS == 1 and not source.input_dtype
-    return plain and source.border is not None and near_sides(source) is not None
+    return isinstance(config, Wgrad) and config.FILTERS == 1
 
 
 BORDERED_TAP = 0.6e-6  # microseconds that a product of ``direct/wgrad.cu`` takes longer where a pixel's place has to be found
@@ -182,25 +157,16 @@ def border_time(source: ConvProblem, config: Config) -> float:
     return BORDERED_TAP * source.macs
 
 
-def schedule(problem: ConvProblem, config: Config, device: Device, with_moments: bool = False) -> Schedule:
-    """The launches of `config` for `problem`."""
-    return _launches_of(problem, config, device, with_moments)
-
-
-def schedule_with_border(source: ConvProblem, config: Config, device: Device) -> Schedule:
-    """The launches of `config` for the :attr:`ConvProblem.padded` of `source`, which read its image: see :func:`adds_border`."""
-    return _launches_of(source.padded, config, device, source=source)
-
-
-def _launches_of(
+def schedule(
     problem: ConvProblem, config: Config, device: Device, with_moments: bool = False, source: ConvProblem | None = None
 ) -> Schedule:
+    """The launches of `config` for `problem`."""
     kernel, make = _KERNELS[type(config)]
     defines, args, layer, room = make(source or problem, config)
     threads = config.TILE_P // config.ROWS * config.TILE_Q if isinstance(config, Tile) else defines["THREADS"]
     split = split_of(config)
     size = math.prod(problem.result_shape)
-    parts = split * max(size, args.run if isinstance(args, WgradArguments) else 0)
+    parts = split * max(size, args.run if isinstance(config, Wgrad) else 0)
     defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(needs_64_bits(problem, parts if split > 1 else 0))} | defines
     if device.backend != "cuda" and "UNROLLED" in defines:  # unrolling gains nothing there
         defines = {name: defines[name] for name in ("DTYPE", "INDEX_64", "THREADS", "BLOCK_C")}
@@ -218,35 +184,22 @@ def _launches_of(
 
 
 def _single(problem: ConvProblem, config: Single) -> Made:
-    (_, h, w), (_, r, s), (_, p, q) = problem.input_size, problem.filter_size, problem.output_size
-    tiles = ceil(p * q, config.THREADS)
-    args = arguments(
-        SingleArguments, tiles=tiles, c=problem.C, k=problem.K, by_multiplier=divider(problem.K // problem.C), h=h, w=w, r=r, s=s, p=p, q=q,
-        **_in_plane("stride_", problem.stride), **_in_plane("pad_", problem.padding_before), **_in_plane("dil_", problem.dilation),
-        **finish(problem),
-    )  # fmt: skip
-    return {"THREADS": config.THREADS}, args, _constants(problem, args), r * s
-
-
-def _in_plane(prefix: str, values: Size3) -> dict[str, int]:
-    """Height and width of `values` as arguments."""
-    return by_axis(prefix, values[1:], "hw")
+    args = arguments(SingleArguments, problem, tiles=ceil(math.prod(problem.output_size), config.THREADS))
+    return {"THREADS": config.THREADS}, args, _constants(problem, args), math.prod(problem.filter_size)
 
 
 def _tile(problem: ConvProblem, config: Tile) -> Made:
-    (_, h, w), (_, r, s), (_, p, q) = problem.operand_size, problem.filter_size, problem.result_size
+    (_, r, s), (_, p, q) = problem.filter_size, problem.result_size
     (stride_h, stride_w), (_, dil_h, dil_w), (_, pad_h, pad_w) = tile_stride(problem), problem.dilation, problem.padding_before
     flipped, apart_h, apart_w = problem.direction == "dgrad", 0, 0
     if flipped:
         pad_h, pad_w = dil_h * (r - 1) - pad_h, dil_w * (s - 1) - pad_w
         apart_h, apart_w = problem.stride[1].bit_length() - 1, problem.stride[2].bit_length() - 1
-    halo_h, halo_w = halo(problem, config)
+    halo_h, halo_w = config.halo(problem)
     tiles_p, tiles_q = ceil(p, config.TILE_P), ceil(q, config.TILE_Q)
     args = arguments(
-        TileArguments, tiles_p=tiles_p, tiles_q=tiles_q, c=problem.C, k=problem.K, by_multiplier=divider(problem.K // problem.C), h=h, w=w,
-        p=p, q=q, pad_h=pad_h, pad_w=pad_w, r=r, s=s, stride_h=stride_h, stride_w=stride_w, dil_h=dil_h, dil_w=dil_w,
-        by_halo_w=divider(halo_w), flipped=int(flipped), apart_h=apart_h, apart_w=apart_w, **border_numbers(problem, "hw"),
-        **_of_integers(problem), **finish(problem),
+        TileArguments, problem, tiles_p=tiles_p, tiles_q=tiles_q, pad_h=pad_h, pad_w=pad_w, stride_h=stride_h, stride_w=stride_w,
+        halo_w=halo_w, flipped=int(flipped), apart_h=apart_h, apart_w=apart_w, **border_numbers(problem, "hw"), **_of_integers(problem),
     )  # fmt: skip
     elements = r * s + halo_h * halo_w
     layer = _constants(problem, args)
@@ -266,16 +219,12 @@ def _of_integers(problem: ConvProblem) -> dict[str, int]:
 
 
 def _batched(problem: ConvProblem, config: Batched) -> Made:
-    (t, r, s), (_, p, q) = problem.filter_size, problem.output_size
-    plane, groups = math.prod(problem.output_size), problem.groups
+    (t, r, s), groups = problem.filter_size, problem.groups
     cg, kg = problem.C // groups, problem.K // groups
     k_tiles, block_taps = ceil(kg, config.BLOCK_K), config.BLOCK_C * t * r * s
     args = arguments(
-        BatchedArguments, n_pixels=result_pixels(problem), plane=plane, by_pq=divider(p * q), p=p, q=q, groups=groups, cg=cg, kg=kg,
-        k_tiles=k_tiles, block_c=config.BLOCK_C, block_taps=block_taps, **parts_of_sum(problem, config.SPLIT, cg, config.BLOCK_C),
-        t=t, r=r, s=s,
-        **by_axis("", problem.input_size), **by_axis("stride_", problem.stride), **by_axis("pad_", problem.padding_before),
-        **by_axis("dil_", problem.dilation), **finish(problem, config.SPLIT > 1),
+        BatchedArguments, problem, n_pixels=result_pixels(problem), cg=cg, kg=kg, k_tiles=k_tiles, block_c=config.BLOCK_C,
+        block_taps=block_taps, **parts_of_sum(problem, config.SPLIT, cg, config.BLOCK_C), **finish(problem, config.SPLIT > 1),
     )  # fmt: skip
     elements = block_taps * config.BLOCK_K
     defines = {"THREADS": config.THREADS, "BLOCK_K": config.BLOCK_K}
@@ -290,17 +239,13 @@ def _flat(problem: ConvProblem) -> bool:
 
 
 def _dgrad(problem: ConvProblem, config: Dgrad) -> Made:
-    (_, h, w), groups = problem.input_size, problem.groups
-    plane, taps = math.prod(problem.input_size), math.prod(problem.filter_size)
+    (_, h, w), groups, taps = problem.input_size, problem.groups, math.prod(problem.filter_size)
     cg, kg = problem.C // groups, problem.K // groups
     c_tiles = ceil(cg, config.BLOCK_C)
     args = arguments(
-        DgradArguments, n_pixels=result_pixels(problem), plane=plane, by_hw=divider(h * w), h=h, w=w, groups=groups, cg=cg, kg=kg,
-        c_tiles=c_tiles, block_k=config.BLOCK_K, **parts_of_sum(problem, config.SPLIT, kg, config.BLOCK_K),
-        **by_axis("", problem.output_size, "opq"), **by_axis("", problem.filter_size, "trs"), by_taps=divider(taps),
-        by_filters=divider(taps * config.BLOCK_C), **by_axis("stride_", problem.stride), **by_axis("every_", taps_apart(problem)),
-        **by_axis("back_", outputs_apart(problem)), **by_axis("pad_", problem.padding_before), **by_axis("dil_", problem.dilation),
-        **finish(problem, config.SPLIT > 1),
+        DgradArguments, problem, n_pixels=result_pixels(problem), hw=h * w, h=h, w=w, cg=cg, kg=kg, c_tiles=c_tiles, block_k=config.BLOCK_K,
+        **parts_of_sum(problem, config.SPLIT, kg, config.BLOCK_K), **by_axis("", problem.output_size, "opq"), filters=taps * config.BLOCK_C,
+        **by_axis("every_", taps_apart(problem)), **by_axis("back_", outputs_apart(problem)), **finish(problem, config.SPLIT > 1),
     )  # fmt: skip
     defines = {"THREADS": config.THREADS, "BLOCK_C": config.BLOCK_C} | _unrolled(problem, config)
     return defines, args, _constants(problem, args), config.BLOCK_K * taps * config.BLOCK_C
@@ -346,25 +291,25 @@ def variants(device: Device) -> Iterator[VariantSet]:
         common = {"DTYPE": (code,), "INDEX_64": FLAG}
         yield VariantSet("direct_single", common | room | {"THREADS": (128,)})
         for tile in tiles_of(device):
-            of_tile = common | room | {name: (value,) for name, value in asdict(tile).items()}
-            yield VariantSet("direct_tile", of_tile)
-            if code == DTYPE_CODES["float32"] and tile in INTEGER_TILES:
-                yield VariantSet("direct_tile", of_tile | _INTEGERS, _as_read)
+            forms: list[dict[str, tuple[int, ...]]] = [{}]
             for taps in (3, 5, 7) if tile.TILE_P > 1 else ():
                 layer = {"R": taps, "S": taps, "STRIDE_H": 1, "STRIDE_W": 1, "DIL_H": 1, "DIL_W": 1}
                 if (taps * taps + (tile.TILE_P - 1 + taps) * (tile.TILE_Q - 1 + taps)) * acc <= STATIC_SHARED_BYTES:
-                    square = {name: (value,) for name, value in layer.items()}
-                    yield VariantSet("direct_tile", of_tile | square)
-                    if code == DTYPE_CODES["float32"] and tile in INTEGER_TILES:
-                        yield VariantSet("direct_tile", of_tile | square | _INTEGERS, _as_read)
+                    forms.append({name: (value,) for name, value in layer.items()})
+            for form in forms:
+                of_tile = common | room | {name: (value,) for name, value in asdict(tile).items()} | form
+                yield VariantSet("direct_tile", of_tile)
+                if code == DTYPE_CODES["float32"] and tile in INTEGER_TILES:
+                    integers = of_tile | _INTEGERS  # a result is of float32, or of those that are read
+                    yield VariantSet("direct_tile", integers, lambda d: d["OUT_BYTES"] in (0, d["IN_BYTES"]))
         batched = common | room | {"THREADS": (128,), "BLOCK_K": BLOCKS[device.backend, "fprop"]}
         yield VariantSet("direct_batched", batched)
         yield VariantSet("direct_batched", batched | {"R": (COMMON,), "S": (COMMON,), "AXES": (2,)})
         dgrad = common | room | {"THREADS": (128,), "BLOCK_C": BLOCKS[device.backend, "dgrad"]}
         yield VariantSet("direct_dgrad", dgrad)
-        if device.backend == "cuda":
-            unrolled = {"UNROLLED": (1,), "TOTALS": FLAG, "R": (COMMON,), "S": (COMMON,), "EVERY_H": (1, 2), "EVERY_W": (1, 2)}
-            yield VariantSet("direct_dgrad", dgrad | unrolled, _made_unrolled)
+        for every in (1, 2) if device.backend == "cuda" else ():
+            unrolled = {"UNROLLED": (1,), "TOTALS": FLAG, "R": (COMMON,), "S": (COMMON,), "EVERY_H": (every,), "EVERY_W": (every,)}
+            yield VariantSet("direct_dgrad", dgrad | unrolled, lambda d: d["TOTALS"] == _totals(d["DTYPE"], d["BLOCK_C"]))
         yield from wgrad_variants(code, acc, device)
 
 
@@ -372,22 +317,84 @@ def variants(device: Device) -> Iterator[VariantSet]:
 _INTEGERS: dict[str, tuple[int, ...]] = {"IN_BYTES": (1, 2), "OUT_BYTES": (0, 1, 2)}
 
 
-def _as_read(d: Mapping[str, int]) -> bool:
-    """Whether a result is of float32, or of the integers that are read."""
-    return d["OUT_BYTES"] in (0, d["IN_BYTES"])
-
-
-def _made_unrolled(d: Mapping[str, int]) -> bool:
-    """Whether a text of ``direct/dgrad.cu`` with these defines is ever made."""
-    return d["EVERY_H"] == d["EVERY_W"] and d["TOTALS"] == _totals(d["DTYPE"], d["BLOCK_C"])
-
-
 COST = costs("direct.direct")
+
+
+def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
+    """Microseconds that `config` should take; None for direct/single.cu where a rule chooses it: for few results.
+
+    A thread of direct/batched.cu or direct/dgrad.cu waits for memory at every channel. So its time follows from the channels that it
+    reads and from how many threads there are for each that fits, not from multiplications. The same holds for pixels in direct/wgrad.cu.
+    direct/tile.cu takes its multiplications, overhang included, its loads, and its blocks; direct/single.cu the taps of its warps.
+    """
+    if isinstance(config, Tile):
+        _, p, q = problem.result_size
+        planes, taps = problem.N * problem.K, math.prod(problem.filter_size)
+        pixels = ceil(p, config.TILE_P) * config.TILE_P * ceil(q, config.TILE_Q) * config.TILE_Q
+        blocks = ceil(p, config.TILE_P) * ceil(q, config.TILE_Q)
+        multiplied = taps * (min(tile_stride(problem)[1], 2) if config.TILE_Q >= 32 else 1)  # a warp's lanes read every other bank
+        rate = COST.TWO_ROWS_TAPS if config.ROWS == 2 else COST.TILE_TAPS
+        of_plane = pixels * multiplied / rate + config.loads(problem) / COST.TILE_LOADS + blocks * COST.TILE_BLOCK
+        alone = taps * (COST.TILE_ALONE / problem.filter_size[2] + COST.TAP_ALONE[config.ROWS])
+        moved = problem.itemsize * (math.prod(problem.input_shape) + math.prod(problem.result_shape)) / COST.TILE_MEMORY
+        if problem.has_residual:
+            moved += problem.itemsize * math.prod(problem.result_shape) / COST.TILE_RESIDUAL
+        us = max(spread(max(planes * of_plane, moved), device.multiprocessors), alone)
+        return COST.TILE_START + us * (1.0 if problem.K == problem.C else 2.0)  # the results of a channel each read it again
+    if isinstance(config, Wgrad):
+        return wgrad_time(problem, config, device.multiprocessors)
+    if isinstance(config, Single):
+        if math.prod(problem.result_shape) <= FEW:
+            return None  # by rule
+        if problem.K == problem.C:
+            warps = problem.N * problem.K * ceil(math.prod(problem.result_size), WARP)  # warps without a pixel do nothing
+            us = spread(warps * (COST.SINGLE_TAP * math.prod(problem.filter_size) + COST.SINGLE_WARP), device.multiprocessors)
+            return COST.SINGLE_START + max(us, problem.bytes / COST.DIRECT_MEMORY)
+        rounds = math.prod(problem.result_shape) / (COST.SINGLE_THREADS * device.multiprocessors)
+        return COST.SINGLE_BEGIN + max(COST.TAP, COST.TAP_TOGETHER * rounds) * math.prod(problem.filter_size)
+    assert isinstance(config, Batched | Dgrad)
+    written, read = problem.result_channels // problem.groups, problem.operand_channels // problem.groups
+    taps = math.prod(problem.filter_size)
+    lone = isinstance(config, Dgrad) and min(config.BLOCK_K, read) == 1 and not unrolled_dgrad(problem)
+    if isinstance(config, Batched):
+        block, start = config.BLOCK_K, COST.BATCHED_START
+        channel = (COST.BATCHED_CHANNEL + (COST.BATCHED_TAP + COST.BATCHED_SUM * block) * taps) * problem.stride[2] ** COST.STRIDED
+        if problem.has_depth and max(problem.stride) > 1:
+            channel = max(channel, COST.SLICE_WAIT * problem.filter_size[0])
+    else:  # with a stride a pixel meets some of the taps, and a warp of neighbouring pixels as many as any of them, at least one;
+        # eight channels' loads are under way at once, or those of a plane of taps
+        met = math.prod(max(1.0, n / every) for n, every in zip(problem.filter_size, taps_apart(problem), strict=True))
+        block, start = config.BLOCK_C, COST.DGRAD_ROUND
+        without_sums = COST.DGRAD_LONE if lone else COST.DGRAD_ANY + COST.DGRAD_LOOP / max(1, min(config.BLOCK_K, read))
+        of_tap = without_sums + COST.DGRAD_SUM * block
+        least, of_tap = (COST.DGRAD_WAIT, COST.DGRAD_TAP) if unrolled_dgrad(problem) else (COST.DGRAD_LEAST, of_tap)
+        channel = max(least, of_tap * met)
+    at_once = config.BLOCK_C if isinstance(config, Batched) else config.BLOCK_K
+    split, run, size = parts_of_sum(problem, config.SPLIT, read, at_once).values()
+    threads = result_pixels(problem) * problem.groups * ceil(written, block) * split
+    channel += COST.STAGED * taps * block / config.THREADS  # a block brings that much of the filter to shared memory
+    channels = min(run, read)
+    fit = COST.LONE_THREADS if lone and block == 1 else COST.THREADS_OF_EIGHT if block == 8 else COST.THREADS
+    rounds = threads / (fit * device.multiprocessors)
+    of_thread = channels * channel + COST.CHUNK * (ceil(channels, at_once) - 1)
+    if isinstance(config, Batched):  # few threads share a multiprocessor's loads
+        of_thread += COST.BATCHED_STORE * block
+        us = start + (rounds if rounds > 1 else COST.ALONE + (1 - COST.ALONE) * rounds) * of_thread
+    else:
+        us = COST.DGRAD_START + max(1.0, rounds) ** COST.DGRAD_ROUNDS * (start + of_thread)
+    written_bytes = problem.itemsize * math.prod(problem.result_shape)
+    moved = problem.itemsize * math.prod(problem.input_shape) + written_bytes * (2 if problem.has_residual else 1)
+    us = max(us, moved / COST.DIRECT_MEMORY)
+    if isinstance(config, Dgrad):
+        us = max(us, written_bytes / COST.DGRAD_WRITTEN)
+    elif problem.has_residual and split == 1:
+        us += written_bytes / COST.RESIDUAL_MEMORY
+    return us if split == 1 else us + reduce_time(size, split, accumulator_bytes(problem), device.multiprocessors)
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, Config] | None:
     """On a GPU the configuration that should be fastest, behind its time; elsewhere the first legal one by measured rules."""
-    legal = [config for config in _by_rule(problem, device) if refusal(problem, config) is None]
+    legal = [config for config in _by_rule(problem, device) if LEGAL[type(config)].refusal(problem, config) is None]
     if device.backend != "cuda":
         little = next(_for_little_work(problem, device), None)
         return (BY_RULE, legal[0]) if legal else (LAST_RESORT, little) if little else None
@@ -419,10 +426,10 @@ def _by_rule(problem: ConvProblem, device: Device) -> Iterator[Config]:
     """Configurations that beat this engine's others, the best first."""
     if problem.direction == "fprop" and problem.C == problem.groups:
         if math.prod(problem.result_shape) > FEW:
-            yield from sorted(tiles_of(device), key=lambda config: tile_loads(problem, config))
+            yield from sorted(tiles_of(device), key=lambda config: config.loads(problem))
         yield Single()
     if flips(problem):
-        yield from sorted(tiles_of(device), key=lambda config: tile_loads(problem, config))
+        yield from sorted(tiles_of(device), key=lambda config: config.loads(problem))
     if problem.layout == "CNHW":
         written, pixels = problem.result_channels // problem.groups, result_pixels(problem)
         if device.backend == "cuda" or written * pixels < LEAST_FILLED * 64 * ceil(written, 64) * 64 * ceil(pixels, 64):
@@ -441,7 +448,7 @@ def _for_little_work(problem: ConvProblem, device: Device) -> Iterator[Config]:
                 Batched(BLOCK_K=block, BLOCK_C=reduction) if problem.direction == "fprop" else Dgrad(BLOCK_C=block, BLOCK_K=reduction)
                 for reduction in (16, 8, 4, 2, 1) if reduction <= max(read, 1)
             )  # fmt: skip
-            yield from islice((tile for tile in tiles if refusal(problem, tile) is None), 1)
+            yield from islice((tile for tile in tiles if LEGAL[type(tile)].refusal(problem, tile) is None), 1)
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Config]:

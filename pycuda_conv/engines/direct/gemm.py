@@ -10,17 +10,18 @@ from collections.abc import Hashable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 
-from pycuda_conv.engines.base import LAST_RESORT, Config, fastest
+from pycuda_conv.engines.base import FLAG, LAST_RESORT, Config, VariantSet, fastest, kernel_struct
 from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.geometry import (
     Phase,
     accumulator_bytes,
+    arguments,
     by_axis,
     ceil,
-    divider,
     few_have_taps,
     filter_last_strides,
     filter_strides,
+    finish,
     needs_64_bits,
     phase_kinds,
     phases,
@@ -30,10 +31,8 @@ from pycuda_conv.engines.geometry import (
     written_strides,
 )
 from pycuda_conv.engines.limits import Takes, Tiles
-from pycuda_conv.engines.schedule import FINISH, INPUT, RESULT, STATIC_SHARED_BYTES, WEIGHT, WORKSPACE, Schedule, finish
+from pycuda_conv.engines.schedule import FINISH, INPUT, RESULT, STATIC_SHARED_BYTES, WEIGHT, WORKSPACE, Schedule
 from pycuda_conv.engines.split_sum import reduce_launch, splits
-from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import SIDE_BY_SIDE, Device, KernelLaunch
 
@@ -61,12 +60,9 @@ class Gemm(Config):
         return self.BLOCK_M // self.THREAD_M * (self.BLOCK_N // self.THREAD_N)
 
 
-CONFIGS = (Gemm,)
-LAYOUTS = "NCHW", "NHWC", "CNHW"
-MOST_VARIANTS = {"cuda": 37, "opencl": 4}
-
-
-# ---- what runs
+CONFIGS, LAYOUTS, MOST_VARIANTS = (Gemm,), ("NCHW", "NHWC", "CNHW"), {"cuda": 37, "opencl": 4}
+COST = costs("direct.gemm")
+GemmArguments = kernel_struct("direct_gemm", "GemmArguments")
 
 
 def _no_tile(config: Gemm) -> str | None:
@@ -91,19 +87,12 @@ def _grid(problem: ConvProblem, config: Gemm, pixels: int) -> int:
     return ceil(problem.N * pixels, config.BLOCK_N) * problem.groups * config.SPLIT_K * m_tiles
 
 
-def _largest_grid(problem: ConvProblem, config: Gemm) -> int:
-    return max((_grid(problem, config, pixels) for pixels, _, _ in phase_kinds(problem)), default=0)
-
-
-def _shared_bytes(problem: ConvProblem, config: Gemm) -> int:
-    return 2 * config.BLOCK_K * ((config.BLOCK_M + 4 + config.BLOCK_N) * accumulator_bytes(problem) + TAP_BYTES)
-
-
 TAKES = Takes()  # everything
-LEGAL = Tiles(TAKES, Gemm, lambda _, config: _no_tile(config), shared=(_shared_bytes, STATIC_SHARED_BYTES), blocks=_largest_grid)
-
-
-# ---- launches
+LEGAL = Tiles(
+    TAKES, Gemm, lambda _, config: _no_tile(config),
+    shared=(lambda p, c: 2 * c.BLOCK_K * ((c.BLOCK_M + 4 + c.BLOCK_N) * accumulator_bytes(p) + TAP_BYTES), STATIC_SHARED_BYTES),
+    blocks=lambda p, config: max((_grid(p, config, pixels) for pixels, _, _ in phase_kinds(p)), default=0),
+)  # fmt: skip
 
 
 def schedule(problem: ConvProblem, config: Gemm, device: Device, with_moments: bool = False) -> Schedule:
@@ -126,7 +115,6 @@ def products(problem: ConvProblem, config: Gemm, filter_last: bool = False) -> l
     return [_product(problem, config, phase, filter_last) for phase in longest_first]
 
 
-GemmArguments = kernel_struct("direct_gemm", "GemmArguments")
 #: The members that only the RECOMPUTE kernel reads.
 _OF_RECOMPUTE = ("n_blocks", "images", "followed", "with_moments", *(f"{side}_{axis}" for side in ("side", "last_side") for axis in "dhw"))
 
@@ -156,25 +144,20 @@ def _product(problem: ConvProblem, config: Gemm, phase: Phase, filter_last: bool
     _, r, s = phase.taps
     _, origin, *steps = places(problem, phase)
     m_tiles = ceil(m, config.BLOCK_M)
-    arguments = GemmArguments(
-        n_pixels=problem.N * plane, plane=plane, by_plane=divider(plane), by_pq=divider(p * q), p=p, q=q, by_q=divider(q),
-        m=m, m_tiles=m_tiles, by_m_tiles=divider(m_tiles),
-        gemm_k=gemm_k, taps=taps, by_taps=divider(taps), by_rs=divider(r * s), r=r, s=s, by_s=divider(s),
-        groups=groups, by_groups=divider(groups),
-        split=split, by_split=divider(split), split_steps=ceil(ceil(gemm_k, config.BLOCK_K), split), part_size=size,
-        **by_axis("", problem.operand_size), **by_axis("stride_", phase.stride), **by_axis("pad_", phase.pad),
-        **by_axis("dil_", phase.dilation),
-        x_image=x.image, x_group=x.group, x_channel=x.channel,
+    args = arguments(
+        GemmArguments, problem, n_pixels=problem.N * plane, plane=plane, pq=p * q, p=p, q=q, m=m, m_tiles=m_tiles, gemm_k=gemm_k, taps=taps,
+        rs=r * s, r=r, s=s, split=split, split_steps=ceil(ceil(gemm_k, config.BLOCK_K), split),
+        **by_axis("stride_", phase.stride), **by_axis("pad_", phase.pad), **by_axis("dil_", phase.dilation),
         **by_axis("x_", [n * x.pixel for n in row_major(problem.operand_size)]),
         w_base=sum(f * n for f, n in zip(phase.first, tap_strides, strict=True)), w_g=w_g, w_m=w_m, w_c=w_c,
         **by_axis("w_", [every * n for every, n in zip(phase.every, tap_strides, strict=True)], "trs"),
-        y_base=origin * y.pixel, y_image=y.image, y_group=y.group, y_channel=y.channel, **by_axis("y_", [n * y.pixel for n in steps]),
+        y_base=origin * y.pixel, **by_axis("y_", [n * y.pixel for n in steps]),
         # the parts of split 16-bit sums are floats
         out_vec=int(fours and phase.step == (1, 1, 1) and not (split > 1 and problem.itemsize == 2)),
         **finish(problem, split > 1), **dict.fromkeys(_OF_RECOMPUTE, 0),
     )  # fmt: skip
     buffers = (INPUT, WEIGHT, *FINISH, RESULT if split == 1 else WORKSPACE)
-    return KernelLaunch("direct_gemm", defines, _grid(problem, config, plane), config.threads, buffers, (), arguments=arguments)
+    return KernelLaunch("direct_gemm", defines, _grid(problem, config, plane), config.threads, buffers, (), arguments=args)
 
 
 def sum_order(problem: ConvProblem, config: Gemm) -> Hashable:
@@ -196,10 +179,6 @@ def variants(device: Device) -> Iterator[VariantSet]:
             yield VariantSet("direct_gemm", common | of_tile | vectors)
 
 
-# ---- the choice
-
-
-COST = costs("direct.gemm")
 GEMM_RATES = {Gemm(*tile): rate for tile, rate in COST.GEMM_RATES.items()}
 GEMM_RATES_64 = {Gemm(*tile): rate for tile, rate in COST.GEMM_RATES_64.items()}
 CPU_TILE = Gemm(64, 64, 8, 4, 4, 1)
@@ -230,13 +209,9 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[Gemm]:
 def time(problem: ConvProblem, config: Gemm, device: Device) -> float | None:
     """Microseconds that `config` should take, None for a tile of no known rate.
 
-    Blocks run in rounds, of which the last may leave multiprocessors half empty.
-
-    A block takes its multiplications, and STEPS more of the loop for its start and its stores. A multiprocessor with
-    n of the m blocks that fit runs at (n/m)^FILLED of its full rate. Phases of dgrad run side by side, the longest
-    first, and what remains at the end is most of one long block. But only SIDE_BY_SIDE launches run at once, so many phases of few
-    blocks take as long as these blocks one after the other. A split sum is written and read once more, with twice the bytes if a phase
-    writes every other pixel.
+    A block takes its multiplications, and STEPS more of the loop for its start and its stores. A multiprocessor with n of the m blocks that
+    fit runs at (n/m)^FILLED of its full rate. Phases run side by side, but only SIDE_BY_SIDE launches at once; what remains at the end is
+    most of one long block. A split sum is written and read once more, with twice the bytes if a phase writes every other pixel.
     """
     multiprocessors, all_at_once = device.multiprocessors, _rates(problem).get(_split(config, 1))
     if all_at_once is None:

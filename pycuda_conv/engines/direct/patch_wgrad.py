@@ -10,17 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pycuda_conv.engines.base import Config, fastest
+from pycuda_conv.engines.base import FLAG, Config, Device, KernelLaunch, VariantSet, fastest, kernel_struct
 from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.geometry import accumulator_bytes, arguments, by_axis, ceil, needs_64_bits
 from pycuda_conv.engines.limits import Takes, Tiles
 from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Schedule
 from pycuda_conv.engines.split_sum import in_parts
 from pycuda_conv.engines.split_sum import time as reduce_time
-from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
-from pycuda_conv.runtime.base import Device, KernelLaunch
 
 
 @dataclass(frozen=True)
@@ -32,13 +29,10 @@ class PatchWgrad(Config):
     SLICES: int = 1
 
 
-PatchWgradArguments = kernel_struct("patch_wgrad", "PatchWgradArguments")
-
-
-CONFIGS = (PatchWgrad,)
-LAYOUTS = "CNHW", "CHWN"
+CONFIGS, LAYOUTS, MOST_VARIANTS = (PatchWgrad,), ("CNHW", "CHWN"), {"cuda": 24}
 ORDER = ("SLICES",)  # what the order of sums depends on
-MOST_VARIANTS = {"cuda": 24}
+COST = costs("direct.patch_wgrad")
+PatchWgradArguments = kernel_struct("patch_wgrad", "PatchWgradArguments")
 #: Filters and columns of a thread, by the tile of its block.
 TILES = {(64, 64): (8, 4), (64, 32): (8, 4), (32, 64): (4, 8), (16, 64): (4, 8)}
 HALVES, HALF_TILES = ("float16", "bfloat16"), ((64, 32), (16, 64))  # 16-bit arrays come here if no tensor core can be used
@@ -46,9 +40,6 @@ STEP = 16  # pixels of a step
 #: The most pixels of a slice: longer sums would lose more digits.
 RUN = 4096
 MOST_PART_BYTES = 1 << 28  # of the parts of all slices
-
-
-# ---- what runs
 
 
 def _columns(problem: ConvProblem) -> int:
@@ -69,9 +60,6 @@ def _grid(problem: ConvProblem, config: PatchWgrad) -> int:
 
 TAKES = Takes(("it computes gradients of filters", lambda problem: problem.layout in LAYOUTS))
 LEGAL = Tiles(TAKES, PatchWgrad, blocks=_grid, together={("BLOCK_M", "BLOCK_N"): TILES})
-
-
-# ---- launches
 
 
 def schedule(problem: ConvProblem, config: PatchWgrad, device: Device, with_moments: bool = False) -> Schedule:
@@ -95,14 +83,12 @@ def _arguments(problem: ConvProblem, config: PatchWgrad) -> Any:
     taps, plane, volume = math.prod(problem.output_size), math.prod(problem.filter_size), math.prod(problem.input_size)
     last = problem.layout == "CHWN"
     return arguments(
-        PatchWgradArguments, slices=config.SLICES, groups=groups, m_tiles=ceil(kg, config.BLOCK_M),
+        PatchWgradArguments, problem, slices=config.SLICES, m_tiles=ceil(kg, config.BLOCK_M),
         n_tiles=ceil(_columns(problem), config.BLOCK_N), total=total, run=ceil(ceil(total, config.SLICES), STEP) * STEP, kg=kg,
-        columns=_columns(problem), cg=cg, taps=taps,
-        rs=r * s, r=r, s=s, plane=plane, pq=p * q, p=p, q=q, **by_axis("", problem.input_size), **by_axis("stride_", problem.dilation),
-        **by_axis("pad_", problem.padding_before), **by_axis("dil_", problem.stride),
-        x_image=groups * cg * volume, x_channel=1 if last else volume, x_pixel=groups * cg if last else 1,
-        y_image=groups * kg * plane, y_channel=1 if last else plane, y_pixel=groups * kg if last else 1,
-        y_vec=int(last and kg % 4 == 0), part_size=math.prod(problem.result_shape),
+        columns=_columns(problem), cg=cg, taps=taps, rs=r * s, r=r, s=s, plane=plane, pq=p * q, p=p, q=q,
+        **by_axis("stride_", problem.dilation), **by_axis("dil_", problem.stride), x_image=groups * cg * volume,
+        x_channel=1 if last else volume, x_pixel=groups * cg if last else 1, y_image=groups * kg * plane, y_channel=1 if last else plane,
+        y_pixel=groups * kg if last else 1, y_vec=int(last and kg % 4 == 0),
     )  # fmt: skip
 
 
@@ -117,19 +103,10 @@ def variants(device: Device) -> Iterator[VariantSet]:
         yield VariantSet("patch_wgrad", common | tile | {"CHANNELS_LAST": FLAG})
 
 
-# ---- the choice
-
-
-COST = costs("direct.patch_wgrad")
-
-
 def time(problem: ConvProblem, config: PatchWgrad, device: Device) -> float:
     """Microseconds that `config` should take: instructions of the multiprocessor with most blocks, or the waits of few blocks.
 
-    The model counts instructions. A multiprocessor with w warps issues 3.1 w / (w + 4) a cycle, as fitted for direct/gemm.cu's tiles.
-    A block waits for memory once each step, 0.6 us. On an H200 most of 53 float32 timings were within a tenth of that; 73 timings in
-    16 bits, whose elements are loaded one by one and converted, took 1.45 times as long. On an H100 low tiles and volumes take longer
-    than that: LONGER and VOLUME are fitted to 77 times, root mean square of the error 22%.
+    A multiprocessor with w warps issues 3.1 w / (w + 4) instructions a cycle. A block waits for memory once each step.
     """
     multiprocessors, wide = device.multiprocessors, problem.dtype == "float64"
     thread_m, thread_n = TILES[config.BLOCK_M, config.BLOCK_N]

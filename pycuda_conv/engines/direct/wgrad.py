@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from pycuda_conv.engines.costs import costs
+from pycuda_conv.engines.base import FLAG, ConvProblem, Device, VariantSet, costs, kernel_struct
 from pycuda_conv.engines.direct.configs import Made, Wgrad, layer_constants
-from pycuda_conv.engines.geometry import accumulator_bytes, arguments, by_axis, ceil, divider, near_sides
-from pycuda_conv.engines.schedule import STATIC_SHARED_BYTES, grid_refusal
+from pycuda_conv.engines.geometry import accumulator_bytes, arguments, ceil
+from pycuda_conv.engines.limits import Takes, Tiles
+from pycuda_conv.engines.schedule import STATIC_SHARED_BYTES
 from pycuda_conv.engines.split_sum import time as reduce_time
-from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.variants import FLAG, VariantSet
-from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import Device
 
 #: TAPS of a block for filters that are not :func:`_square`, by FILTERS of a block.
 WGRAD_TAPS: dict[str, dict[int, tuple[int, ...]]] = {"cuda": {1: (1, 9, 16), 4: (1, 3, 9, 16)}, "opencl": {1: (1, 9)}}
@@ -37,19 +34,6 @@ def _few_sums(filters: int, taps: int) -> bool:
     return filters == 1 or filters * taps <= MOST_SUMS
 
 
-# ---- limits
-
-
-def wgrad_refusal(problem: ConvProblem, config: Wgrad) -> str | None:
-    """Why `config` can't run `problem`, or None if it can."""
-    if problem.layout != "CNHW":
-        return "it computes gradients of filters"
-    shared = _shared_bytes(config.TAPS, config.THREADS, accumulator_bytes(problem))
-    if shared > STATIC_SHARED_BYTES:
-        return f"it needs {shared:,} bytes of shared memory; a block has {STATIC_SHARED_BYTES:,}"
-    return grid_refusal(wgrad_grid(problem, config))
-
-
 def wgrad_grid(problem: ConvProblem, config: Wgrad) -> int:
     """Blocks of the launch."""
     return _blocks(problem, config.TAPS, config.FILTERS) * config.SLICES
@@ -66,9 +50,10 @@ def _shared_bytes(taps: int, threads: int, acc: int) -> int:
     return taps * ((threads + 8) * acc + 32)  # 8 sums between two taps' rows; 32 bytes for the offsets of a tap
 
 
-# ---- launch and variants
-
-
+WGRAD = Tiles(
+    Takes(("it computes gradients of filters", lambda problem: problem.layout == "CNHW")), Wgrad,
+    shared=(lambda problem, c: _shared_bytes(c.TAPS, c.THREADS, accumulator_bytes(problem)), STATIC_SHARED_BYTES), blocks=wgrad_grid,
+)  # fmt: skip
 WgradArguments = kernel_struct("direct_wgrad", "WgradArguments")
 #: Members that depend on the batch and on sizes of images.
 SIZES = "slices total run d h w pixels r s side_d side_h side_w last_side_d last_side_h last_side_w"
@@ -76,15 +61,12 @@ SIZES = "slices total run d h w pixels r s side_d side_h side_w last_side_d last
 
 def wgrad_launch(problem: ConvProblem, config: Wgrad) -> Made:
     """The arguments and defines of the launch, and the constants of its layer."""
-    (_, r, s), (_, p, q), groups = problem.filter_size, problem.output_size, problem.groups
     taps, pixels, total = math.prod(problem.output_size), math.prod(problem.filter_size), _summed_pixels(problem)
-    chunks, kg = ceil(taps, config.TAPS), problem.K // groups
+    chunks, kg, q = ceil(taps, config.TAPS), problem.K // problem.groups, problem.output_size[2]
     k_blocks, run = ceil(kg, config.FILTERS), ceil(ceil(total, config.SLICES), config.THREADS) * config.THREADS
     args = arguments(
-        WgradArguments, slices=config.SLICES, chunks=chunks, images=problem.N, groups=groups, kg=kg, k_blocks=k_blocks, total=total,
-        run=run, **by_axis("", problem.input_size), pixels=pixels, by_rs=divider(r * s), r=r, s=s, taps=taps, by_pq=divider(p * q), p=p,
-        q=q, **by_axis("stride_", problem.stride), **by_axis("pad_", problem.padding_before), **by_axis("dil_", problem.dilation),
-        **(near_sides(problem) or {}),
+        WgradArguments, problem, slices=config.SLICES, chunks=chunks, images=problem.N, kg=kg, k_blocks=k_blocks, total=total, run=run,
+        pixels=pixels, taps=taps,
     )  # fmt: skip
     defines = {"THREADS": config.THREADS, "TAPS": config.TAPS, "FILTERS": config.FILTERS} | ({"BORDERED": 1} if problem.border else {})
     common = {"Q": q} if _square(problem) and config.TAPS == taps else {}
@@ -100,9 +82,6 @@ def wgrad_variants(code: int, acc: int, device: Device) -> Iterator[VariantSet]:
             for q in SQUARE:
                 if _few_sums(filters, q**2) and _shared_bytes(q**2, 128, acc) <= STATIC_SHARED_BYTES:
                     yield VariantSet("direct_wgrad", wgrad | {"TAPS": (q**2,), "Q": (q,)})
-
-
-# ---- time and choice
 
 
 COST = costs("direct.wgrad")
@@ -137,7 +116,7 @@ def wgrad_configs(problem: ConvProblem, device: Device) -> Iterator[Wgrad]:
     for filters, known in WGRAD_TAPS[device.backend].items():
         # reading y costs a chunk of taps as much as two more taps
         at_once = min(known, key=lambda n: ceil(taps, n) * (n + 2))
-        if _square(problem) and _few_sums(filters, taps) and wgrad_refusal(problem, Wgrad(128, taps)) is None:
+        if _square(problem) and _few_sums(filters, taps) and WGRAD.refusal(problem, Wgrad(128, taps)) is None:
             at_once = taps
         if filters == 1 or filters < 2 * kg:
             blocks = max(_blocks(problem, at_once, filters), 1)

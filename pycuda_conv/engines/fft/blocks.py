@@ -1,8 +1,6 @@
 """Large filters by Fourier transforms in float64 of blocks of images, lines and volumes: ``cu/fft/blocks_rows.cu`` and those beside it.
 
-A block is up to a whole image. Its spectrum goes through memory four times, or eight times in a volume, whatever the size of the filter.
-Each result is checked, and summed where the transform may not have it right, so that every element is as right as a sum of products.
-``cu/fft/blocks.cuh`` says how.
+Each result is checked, and summed where the transform may not have it right: ``cu/fft/blocks.cuh`` says how.
 """
 
 from __future__ import annotations
@@ -14,15 +12,12 @@ from functools import cache, lru_cache
 from itertools import combinations_with_replacement, product
 from typing import Any
 
-from pycuda_conv.engines.base import AMONG_TRANSFORMS, Config, fastest
+from pycuda_conv.engines.base import AMONG_TRANSFORMS, FLAG, Config, Device, KernelLaunch, VariantSet, fastest, kernel_struct
 from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.geometry import NO_SIDES, arguments, bits, by_axis, ceil, filter_strides, near_sides, needs_64_bits
 from pycuda_conv.engines.limits import NOT_EMPTY, UNIT_STEPS, Takes, Tiles
-from pycuda_conv.engines.schedule import INPUT, OPERANDS, PACKED, WEIGHT, WORKSPACE, Arena, Schedule, finish, grid_refusal, shared_limit
-from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.variants import FLAG, VariantSet
+from pycuda_conv.engines.schedule import INPUT, OPERANDS, PACKED, WEIGHT, WORKSPACE, Arena, Schedule, grid_refusal, shared_limit
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
-from pycuda_conv.runtime.base import Device, KernelLaunch
 
 
 @dataclass(frozen=True)
@@ -38,12 +33,9 @@ class BlockFft(Config):
         """Of transforms along the depth, columns and rows; 1 for none."""
         return self.LENGTH_D, self.LENGTH_H, self.LENGTH_W
 
-
+CONFIGS, LAYOUTS, MOST_VARIANTS = (BlockFft,), ("NCHW",), {"cuda": 96}
+COST = costs("fft.blocks")
 BlocksArguments = kernel_struct("blocks.cuh", "BlocksArguments")
-
-CONFIGS = (BlockFft,)
-LAYOUTS = ("NCHW",)
-MOST_VARIANTS = {"cuda": 96}
 #: blocks.cuh's BATCH, the largest first; its MASKS, SEGMENTS, ENTRY. By BATCH, threads of a block, and blocks whose registers fit a
 #: multiprocessor at once.
 BATCHES = 8, 4, 2
@@ -64,9 +56,6 @@ MOST_LISTED, SUMS_GRID = 1 << 18, 264
 AT_ONCE, MOST_SPECTRA = 1 << 30, 1 << 30
 #: Filters of fewer taps, and of lines, are left to other engines, unless a configuration is given.
 LEAST_TAPS, LEAST_OF_LINE = 100, 2048
-
-
-# ---- what runs
 
 
 @cache
@@ -124,21 +113,11 @@ def _filters(problem: ConvProblem) -> int:
 
 @dataclass(frozen=True)
 class _Blocks:
-    """How an image is cut into blocks; triples of numbers are of planes, rows and columns.
+    """How an image is cut into blocks; triples of numbers are of planes, rows and columns."""
 
-    Attributes
-    ----------
-    used : (int, int, int)
-        Results of a block.
-    count : (int, int, int)
-        Blocks of an image.
-    pairs : int
-        Pairs of blocks of a channel, over all images; the last block may be alone.
-    """
-
-    used: tuple[int, int, int]
-    count: tuple[int, int, int]
-    pairs: int
+    used: tuple[int, int, int]  # results of a block
+    count: tuple[int, int, int]  # blocks of an image
+    pairs: int  # of blocks of a channel, over all images; the last block may be alone
 
     @classmethod
     def of(cls, problem: ConvProblem, config: BlockFft) -> _Blocks:
@@ -170,25 +149,14 @@ TAKES = Takes(UNIT_STEPS, ("it takes groups of which one channel is read", lambd
 LEGAL = Tiles(TAKES, BlockFft, _fits)
 
 
-# ---- launches
-
-
 def adds_border(source: ConvProblem, problem: ConvProblem, config: BlockFft) -> bool:
     """Whether :func:`schedule` takes the image of `source`, which has a border, for the wider one of `problem`."""
-    return source.direction == "fprop" and source.border is not None and not source.input_dtype and near_sides(source) is not None
+    return source.direction == "fprop"
 
 
-def schedule_with_border(source: ConvProblem, config: BlockFft, device: Device) -> Schedule:
-    """The launches of `config` for the :attr:`ConvProblem.padded` of `source`, which read its image: see :func:`adds_border`."""
-    return _launches_of(source.padded, config, device, source)
-
-
-def schedule(problem: ConvProblem, config: BlockFft, device: Device, with_moments: bool = False) -> Schedule:
-    """The launches of `config` for `problem`."""
-    return _launches_of(problem, config, device)
-
-
-def _launches_of(problem: ConvProblem, config: BlockFft, device: Device, source: ConvProblem | None = None) -> Schedule:
+def schedule(
+    problem: ConvProblem, config: BlockFft, device: Device, with_moments: bool = False, source: ConvProblem | None = None
+) -> Schedule:
     """The launches for `problem`; with `source` they read its image instead, and find its border.
 
     On a GPU the filters' spectra are their packed form. OpenCL launches take whole buffers, so there they lie in the workspace.
@@ -311,7 +279,7 @@ def _arguments(
 ) -> Any:
     """The arguments of launches that read the filter, or else the images, those of `source` if there is one; :data:`LATER` are 0."""
     read = source or problem
-    (t, r, s), (o, p, q), (d, h, w) = problem.filter_size, problem.result_size, read.operand_size
+    (t, r, s), (o, p, _), (d, h, w) = problem.filter_size, problem.result_size, read.operand_size
     sides = None if source is None or of_filter else near_sides(source)
     groups, written, linear = problem.groups, problem.result_channels // problem.groups, _is_line(problem)
     f_group, f_written, _ = filter_strides(problem)
@@ -341,12 +309,11 @@ def _arguments(
     result_rows = length_h if linear else min(blocks.used[1], p)
     results_of_plane = ceil(result_rows, batch)
     return arguments(
-        BlocksArguments, **what, **dict.fromkeys(LATER, 0), linear=int(linear), **by_axis("used_", blocks.used),
-        length_h=length_h, length_w=length_w, eighth_w=length_w // 8, factors_w=_packed_factors(of_w), count_w=len(of_w),
-        rows=rows, groups=length_w // batch, parts=rows // batch, parts_of_plane=parts_of_plane, segment=length_w // SEGMENTS,
-        result_parts=min(blocks.used[0], o) * results_of_plane, result_parts_of_plane=results_of_plane,
-        k=groups * written, per_group=written, o=o, p=p, q=q, f_group=f_group, f_written=f_written, t=t, r=r, s=s, flipped=int(not forward),
-        limit=bits(limit, 8), bordered=int(sides is not None), **(sides or NO_SIDES), **finish(problem),
+        BlocksArguments, problem, **what, **dict.fromkeys(LATER, 0), linear=int(linear), **by_axis("used_", blocks.used), length_h=length_h,
+        length_w=length_w, eighth_w=length_w // 8, factors_w=_packed_factors(of_w), count_w=len(of_w), rows=rows, groups=length_w // batch,
+        parts=rows // batch, parts_of_plane=parts_of_plane, segment=length_w // SEGMENTS,
+        result_parts=min(blocks.used[0], o) * results_of_plane, result_parts_of_plane=results_of_plane, per_group=written, f_group=f_group,
+        f_written=f_written, flipped=int(not forward), limit=bits(limit, 8), bordered=int(sides is not None), **(sides or NO_SIDES),
     )  # fmt: skip
 
 
@@ -384,9 +351,6 @@ def variants(device: Device) -> Iterator[VariantSet]:
     yield VariantSet("fft_blocks_sums", dtypes | fixed)
 
 
-# ---- the choice
-
-COST = costs("fft.blocks")
 #: Lengths of an axis of a plane, and of a volume, that are compared.
 MOST_LENGTHS, MOST_OF_VOLUME = 12, 5
 

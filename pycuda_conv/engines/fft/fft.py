@@ -1,11 +1,7 @@
 """Large filters by Fourier transforms of tiles in shared memory: ``cu/fft/tiles.cu``, ``cu/fft/range.cu``, ``cu/fft/product.cu``.
 
 By default transforms are float64, whatever the arrays are, and each result is checked, so that every element is right (WIDE). With
-``algorithm="fft"`` they are of the type of sums. Then this is said of their error: it
-is relative to the norm of the pair of tiles that is transformed at once, not to each product. A result's window is
-the pixels that it is computed from. A result is taken from a transform only if the pair's norm is at most :data:`RANGE` times that of its
-window; other results are sums of products, or 0 where a window has nothing but zeros. ``docs/lab/transforms.md`` has the bound
-of the error.
+``algorithm="fft"`` they are of the type of sums, and their error is relative to norms: ``docs/lab/transforms.md``.
 """
 
 from __future__ import annotations
@@ -16,28 +12,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from pycuda_conv.engines.base import AMONG_TRANSFORMS, Config, fastest
+from pycuda_conv.engines.base import AMONG_TRANSFORMS, FLAG, Config, Device, KernelLaunch, Schedule, VariantSet, fastest, kernel_struct
 from pycuda_conv.engines.costs import MULTIPROCESSORS, costs, spread
 from pycuda_conv.engines.geometry import accumulator_bytes, arguments, bits, ceil, filter_strides, needs_64_bits
 from pycuda_conv.engines.limits import NOT_EMPTY, TWO_AXES, UNIT_STEPS, Takes, Tiles
-from pycuda_conv.engines.schedule import (
-    FINISH,
-    INPUT,
-    PACKED,
-    RESULT,
-    WEIGHT,
-    WORKSPACE,
-    Arena,
-    Schedule,
-    check_shared,
-    finish,
-    grid_refusal,
-    shared_limit,
-)
-from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.variants import FLAG, VariantSet
+from pycuda_conv.engines.schedule import FINISH, INPUT, PACKED, RESULT, WEIGHT, WORKSPACE, Arena, check_shared, grid_refusal, shared_limit
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
-from pycuda_conv.runtime.base import Device, KernelLaunch
 
 
 @dataclass(frozen=True)
@@ -48,12 +28,9 @@ class Fft(Config):
     TILE_W: int = 64
 
 
+CONFIGS, LAYOUTS, MOST_VARIANTS = (Fft,), ("NCHW",), {"cuda": 84}
+COST = costs("fft.fft")
 FftArguments = kernel_struct("fft.cuh", "FftArguments")
-
-
-CONFIGS = (Fft,)
-LAYOUTS = ("NCHW",)
-MOST_VARIANTS = {"cuda": 84}
 #: Threads of a block by its tile; and by a tile that is a line, of which the planner has one.
 TILES = {(64, 64): 256, (64, 128): 256, (128, 128): 1024}
 LINES = TILES | {(128, 128): 512}
@@ -72,9 +49,6 @@ MOST_SHARED_BYTES = 227 << 10
 MOST_WORKSPACE = 4 << 30
 #: Filters of fewer taps are left to other engines, unless a configuration is given.
 LEAST_TAPS = 100
-
-
-# ---- what runs
 
 
 def _wide(problem: ConvProblem) -> bool:
@@ -100,28 +74,14 @@ def _shared_bytes(problem: ConvProblem, config: Fft) -> int:
 
 @dataclass(frozen=True)
 class _Tiles:
-    """How a plane is cut into tiles; each pair of numbers is of rows and columns.
+    """How a plane is cut into tiles; each pair of numbers is of rows and columns."""
 
-    Attributes
-    ----------
-    used : (int, int)
-        Results of a tile.
-    count : (int, int)
-        Tiles of a plane.
-    pairs : int
-        Pairs of tiles of a channel, over all images; the last tile may be alone.
-    part, box : (int, int)
-        Pixels of a part of a tile, and parts that lie in every window.
-    frequencies : int
-        Frequencies of a tile.
-    """
-
-    used: tuple[int, int]
-    count: tuple[int, int]
-    pairs: int
-    part: tuple[int, int]
-    box: tuple[int, int]
-    frequencies: int
+    used: tuple[int, int]  # results of a tile
+    count: tuple[int, int]  # tiles of a plane
+    pairs: int  # of tiles of a channel, over all images; the last tile may be alone
+    part: tuple[int, int]  # pixels of a part of a tile
+    box: tuple[int, int]  # parts that lie in every window
+    frequencies: int  # of a tile
 
     @classmethod
     def of(cls, problem: ConvProblem, config: Fft) -> _Tiles:
@@ -147,12 +107,6 @@ def _workspace_bytes(problem: ConvProblem, tiles: _Tiles) -> int:
     return (spectra + _filters(problem)) * tiles.frequencies * 2 * _number_bytes(problem)
 
 
-def _largest_grid(problem: ConvProblem, tiles: _Tiles) -> int:
-    """Blocks of the largest launch."""
-    transforms = max(max(problem.operand_channels, problem.result_channels) * tiles.pairs, _filters(problem))
-    return max(transforms, _product_grid(problem, tiles))
-
-
 def _filters(problem: ConvProblem) -> int:
     """Planes of the filter."""
     return problem.K * (problem.C // problem.groups)
@@ -171,14 +125,12 @@ def _fits(problem: ConvProblem, config: Fft) -> str | None:
         return f"a filter must be larger: it must cover one of the parts of {tiles.part[0]} x {tiles.part[1]} pixels wherever it lies"
     if _workspace_bytes(problem, tiles) > MOST_WORKSPACE:
         return f"its spectra take {_workspace_bytes(problem, tiles):,} bytes; at most {MOST_WORKSPACE:,} are taken"
-    return grid_refusal(_largest_grid(problem, tiles))
+    transforms = max(max(problem.operand_channels, problem.result_channels) * tiles.pairs, _filters(problem))
+    return grid_refusal(max(transforms, _product_grid(problem, tiles)))
 
 
 TAKES = Takes(UNIT_STEPS, TWO_AXES, NOT_EMPTY)
 LEGAL = Tiles(TAKES, Fft, _fits, shared=(_shared_bytes, MOST_SHARED_BYTES), together={("TILE_H", "TILE_W"): TILES})
-
-
-# ---- launches
 
 
 def schedule(problem: ConvProblem, config: Fft, device: Device, with_moments: bool = False) -> Schedule:
@@ -247,7 +199,7 @@ def schedule(problem: ConvProblem, config: Fft, device: Device, with_moments: bo
 
 def _arguments(problem: ConvProblem, tiles: _Tiles, of_filter: bool) -> Any:
     """The arguments of launches that read the filter, or else the images."""
-    (_, r, s), (_, p, q), (_, h, w) = problem.filter_size, problem.result_size, problem.operand_size
+    (_, r, s), (_, h, w) = problem.filter_size, problem.operand_size
     groups, read, written = problem.groups, problem.operand_channels // problem.groups, problem.result_channels // problem.groups
     f_group, f_written, f_read = filter_strides(problem)
     forward, (_, pad_h, pad_w) = problem.direction == "fprop", problem.padding_before
@@ -267,11 +219,10 @@ def _arguments(problem: ConvProblem, tiles: _Tiles, of_filter: bool) -> Any:
             "box_h": tiles.box[0], "box_w": tiles.box[1],
         }  # fmt: skip
     return arguments(
-        FftArguments, **what, channels=read, gain=0, used_h=tiles.used[0], used_w=tiles.used[1],
-        parts_w=PARTS if _is_line(problem) else SIDE, part_h=tiles.part[0], part_w=tiles.part[1], k=groups * written, per_group=written,
-        p=p, q=q, f_group=f_group, f_written=f_written, f_read=f_read, r=r, s=s, flipped=int(not forward),
-        read_at=0, written_at=0, flags_at=0, maps_at=0, filter_flags_at=0, norms_at=0, filter_norms_at=0, least=0,
-        **finish(problem),
+        FftArguments, problem, **what, channels=read, gain=0, used_h=tiles.used[0], used_w=tiles.used[1],
+        parts_w=PARTS if _is_line(problem) else SIDE, part_h=tiles.part[0], part_w=tiles.part[1], per_group=written, f_group=f_group,
+        f_written=f_written, f_read=f_read, flipped=int(not forward), read_at=0, written_at=0, flags_at=0, maps_at=0, filter_flags_at=0,
+        norms_at=0, filter_norms_at=0, least=0,
     )  # fmt: skip
 
 
@@ -309,15 +260,9 @@ def variants(device: Device) -> Iterator[VariantSet]:
             yield VariantSet("fft_tiles", all_types | shape | {"MODE": (FORWARD, BACKWARD, WHOLE)}, partial(goes, (tile,)))
 
 
-# ---- the choice
-
-
 def _tiles(problem: ConvProblem) -> tuple[tuple[int, int], ...]:
     """The tiles to choose from. Small ones are for float64 on devices where large ones don't fit; elsewhere they are no faster."""
     return TILES_OF_FLOAT64 if _number_bytes(problem) == 8 else TILES_OF_FLOATS
-
-
-COST = costs("fft.fft")
 
 
 def time(problem: ConvProblem, config: Fft, device: Device) -> float:

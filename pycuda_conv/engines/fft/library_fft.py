@@ -1,10 +1,7 @@
 """Large filters by a library's Fourier transforms in float64, and ``cu/fft/library_fft.cu``: elements are as right as sums of products.
 
 The library is scipy's or numpy's in the host's memory (OpenCL), CuPy's or torch's on a GPU (cuFFT). Any filter, stride, dilation and
-number of axes is taken, and gradients by the filter too. :mod:`pycuda_conv.runtime.transforms` has the transforms.
-
-The error of a transform is relative to the norms of its operands. In float64 it is so small that it seldom shows in a float32 result.
-Where it may show, the result is a sum of products. ``docs/lab/transforms.md`` says when that is.
+number of axes is taken, and gradients by the filter too. ``docs/lab/transforms.md`` says when a result is a sum of products instead.
 """
 
 from __future__ import annotations
@@ -15,13 +12,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 
-from pycuda_conv.engines.base import BY_RULE, Config
+from pycuda_conv.engines.base import BY_RULE, FLAG, Config, VariantSet, kernel_struct
 from pycuda_conv.engines.costs import costs, spread
-from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_strides, needs_64_bits, read_strides, written_strides
+from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_strides, needs_64_bits
 from pycuda_conv.engines.limits import NOT_EMPTY, Takes, Tiles
-from pycuda_conv.engines.schedule import INPUT, OPERANDS, WEIGHT, WORKSPACE, Arena, Schedule, finish
-from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.variants import FLAG, VariantSet
+from pycuda_conv.engines.schedule import INPUT, OPERANDS, WEIGHT, WORKSPACE, Arena, Schedule
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, LibraryCall
 from pycuda_conv.runtime.transforms import Transforms, good_length
@@ -32,12 +27,9 @@ from pycuda_conv.runtime.transforms.host import host_library
 class LibraryFft(Config):
     """Transforms by a library; the size of blocks follows from the problem."""
 
-
+CONFIGS, LAYOUTS, MOST_VARIANTS = (LibraryFft,), ("NCHW", "CNHW"), {"cuda": 4, "opencl": 4}
+COST = costs("fft.library_fft")
 LibraryFftArguments = kernel_struct("library_fft", "LibraryFftArguments")
-
-CONFIGS = (LibraryFft,)
-LAYOUTS = "NCHW", "CNHW"
-MOST_VARIANTS = {"cuda": 4, "opencl": 4}
 #: Threads of a block of library_fft.cu.
 THREADS = 256
 #: Filters of fewer taps are left to other engines, unless the configuration is given.
@@ -49,9 +41,6 @@ MOST_BYTES = 12 << 30
 #: The error of a result, relative to the sum of its products' magnitudes, that counts as right: half of a float's rounding. For float64
 #: it is half of the bound of a sum of products (:mod:`pycuda_conv.rounding`), without the root of the depth.
 ACCURACY = {"float16": 2.0**-24, "bfloat16": 2.0**-24, "float32": 2.0**-24, "float64": 2.0**-51}
-
-
-# ---- what runs
 
 
 def unsupported(device: Device) -> str | None:
@@ -142,9 +131,6 @@ def _lengths(
     return min(product(*choices), key=time)
 
 
-# ---- launches
-
-
 def schedule(problem: ConvProblem, config: LibraryFft, device: Device, with_moments: bool = False) -> Schedule:
     """The library's call, and the launch that checks and finishes what it has made."""
     args, scratch = transforms(problem), Arena(WORKSPACE)
@@ -157,10 +143,8 @@ def schedule(problem: ConvProblem, config: LibraryFft, device: Device, with_mome
 
 
 def _finish(problem: ConvProblem, args: Transforms, sums: int, limits: int) -> KernelLaunch:
-    x, y = read_strides(problem), written_strides(problem)
     w_group, w_written, w_read = filter_strides(problem)
-    forward, (_, p, q) = problem.direction == "fprop", problem.result_size
-    size, plane = math.prod(problem.result_shape), math.prod(problem.result_size)
+    forward, size = problem.direction == "fprop", math.prod(problem.result_shape)
     axes = [i for i in range(3) if not problem.input_size[i] == problem.filter_size[i] == problem.output_size[i] == 1] or [2]
 
     def of_axes(prefix: str, values: tuple[int, ...], missing: int) -> dict[str, int]:
@@ -173,13 +157,10 @@ def _finish(problem: ConvProblem, args: Transforms, sums: int, limits: int) -> K
     tap = [d if forward else -d for d in problem.dilation]
     apart = [1 if forward else s for s in problem.stride]
     finish_args = arguments(
-        LibraryFftArguments, size=size, plane=plane, pq=p * q, q=q, written=args.written, groups=args.groups,
-        sums_at=sums // 8, limits_at=limits // 8,
-        blocks=math.prod(args.blocks), blocks_h=blocks["blocks_h"], blocks_w=blocks["blocks_w"], **of_axes("used_", args.held, 1),
-        **by_axis("step_", steps), **by_axis("first_", firsts), **by_axis("tap_", tap), **by_axis("apart_", apart),
-        **dict(zip("dhw", problem.operand_size, strict=True)), **dict(zip("trs", problem.filter_size, strict=True)), channels=args.read,
-        x_image=x.image, x_group=x.group, x_channel=x.channel, w_group=w_group, w_written=w_written, w_read=w_read,
-        y_image=y.image, y_group=y.group, y_channel=y.channel, **finish(problem),
+        LibraryFftArguments, problem, written=args.written, sums_at=sums // 8, limits_at=limits // 8, blocks=math.prod(args.blocks),
+        blocks_h=blocks["blocks_h"], blocks_w=blocks["blocks_w"], **of_axes("used_", args.held, 1), **by_axis("step_", steps),
+        **by_axis("first_", firsts), **by_axis("tap_", tap), **by_axis("apart_", apart), channels=args.read, w_group=w_group,
+        w_written=w_written, w_read=w_read,
     )  # fmt: skip
     defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(needs_64_bits(problem)), "THREADS": THREADS}
     buffers = *OPERANDS, WORKSPACE
@@ -191,19 +172,13 @@ def variants(device: Device) -> Iterator[VariantSet]:
     yield VariantSet("library_fft", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "THREADS": (THREADS,)})
 
 
-def _too_large(problem: ConvProblem) -> str | None:
+def _too_large(problem: ConvProblem, config: LibraryFft) -> str | None:
     nbytes = _bytes(problem, transforms(problem))
     return f"its spectra and blocks take {nbytes:,} bytes; at most {MOST_BYTES:,} are taken" if nbytes > MOST_BYTES else None
 
 
-TAKES = Takes(NOT_EMPTY, _too_large)
-LEGAL = Tiles(TAKES, LibraryFft, blocks=lambda problem, _: ceil(math.prod(problem.result_shape), THREADS))
-
-
-# ---- the choice
-
-
-COST = costs("fft.library_fft")
+TAKES = Takes(NOT_EMPTY)
+LEGAL = Tiles(TAKES, LibraryFft, _too_large, blocks=lambda problem, _: ceil(math.prod(problem.result_shape), THREADS))
 
 
 def time(problem: ConvProblem, config: LibraryFft, device: Device) -> float:

@@ -7,6 +7,7 @@ import math
 from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing
 from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import Phase, by_axis, row_major
+from pycuda_conv.engines.hopper.boxes import Box
 from pycuda_conv.problem import ConvProblem, Size3
 from pycuda_conv.runtime.base import Device, Im2col, TensorMap
 
@@ -14,6 +15,7 @@ MOST_SHARED = 227 * 1024  # shared memory of a block on sm_90, in bytes
 SHARED_BYTES = MOST_SHARED - 256  # the same without the barriers
 THREADS = 384  # threads of a producer's warpgroup and two consumers'
 ROW = 128  # bytes of an operand's row in shared memory, as TMA loads it
+RUN = 2  # of store_mode()
 CHUNK = 32  # channels that the kernels of cu/hopper/pixel_tiles.cuh write together
 
 COST = costs("hopper.common")
@@ -35,31 +37,31 @@ def at_once(device: Device, cluster: int) -> int:
 
 def image_map(
     problem: ConvProblem, buffer: int, unpacked: PackedLayout, addressing: PhaseAddressing, pixels: int, row: int = ROW,
-    part: tuple[Size3, Size3] | None = None,
+    part: tuple[Size3, Size3] | None = None, box: Box | None = None,
 ) -> TensorMap:
-    """The tensor map of the first operand's images: a load fetches `row` bytes of `pixels` neighbouring pixels of `addressing`.
+    """The tensor map of the first operand's images: a load fetches `row` bytes of a `box` of pixels, or of `pixels` neighbours.
 
-    With `part` it sees a part of each image alone: its first pixel, and its size.
+    Neighbours of a flat phase are a box of one row. With `part` the map sees a part of each image alone: its first pixel, and its size.
     """
-    channels = problem.operand_channels
+    channels, wide, kind = problem.operand_channels, unpacked.load * row // ROW, map_type(problem)
     pixel = problem.itemsize * channels  # bytes
     if addressing.flat:
-        axes, strides, images = [problem.N * math.prod(unpacked.size)], [pixel, pixel * problem.N * math.prod(unpacked.size)], 1
-        stride, low, upper, offset = [1], [0], [0], 0
-    else:
-        inner = range(2, 2 - addressing.spatial_dims, -1)  # W first
-        axes, images, strides = [unpacked.size[i] for i in inner], problem.N, [pixel]
-        for size in axes:
-            strides.append(strides[-1] * size)
-        stride, low = [addressing.stride[i] for i in inner], [addressing.low[i] for i in inner]
-        first = part[0] if part else (0, 0, 0)
-        axes = [part[1][i] for i in inner] if part else axes
-        offset = pixel * sum(n * step for n, step in zip(first, row_major(unpacked.size), strict=True))
-        upper = [
-            addressing.low[i] + (addressing.phase.size[i] - 1) * addressing.stride[i] - (n - 1) for i, n in zip(inner, axes, strict=True)
-        ]
-    box = Im2col(tuple(low), tuple(upper), tuple(stride), unpacked.load * row // ROW, pixels)
-    return TensorMap(buffer, offset, (channels, *axes, images), tuple(strides), box, row, map_type(problem))
+        count = problem.N * math.prod(unpacked.size)
+        return TensorMap(buffer, 0, (channels, count, 1), (pixel, pixel * count), (wide, pixels, 1), row, kind)
+    inner = range(2, 2 - addressing.spatial_dims, -1)  # W first
+    axes, stride, low = ([of[i] for i in inner] for of in (unpacked.size, addressing.stride, addressing.low))
+    if box:  # it has rows in any case
+        axes, stride = ([*of, 1][: max(len(of), 2)] for of in (axes, stride))
+        lengths = *box.size[: len(axes)], box.size[-1]
+        strides = tuple(pixel * math.prod(axes[:i]) for i in range(len(axes) + 1))
+        return TensorMap(buffer, 0, (channels, *axes, problem.N), strides, (wide, *lengths), row, kind, (1, *stride, 1))
+    strides = tuple(pixel * math.prod(axes[:i]) for i in range(len(axes) + 1))
+    first, axes = (part[0], [part[1][i] for i in inner]) if part else ((0, 0, 0), axes)
+    offset = pixel * sum(n * step for n, step in zip(first, row_major(unpacked.size), strict=True))
+    sizes = [addressing.phase.size[i] for i in inner]
+    upper = [a + (count - 1) * step - (n - 1) for a, count, step, n in zip(low, sizes, stride, axes, strict=True)]
+    walk = Im2col(tuple(low), tuple(upper), tuple(stride), wide, pixels)
+    return TensorMap(buffer, offset, (channels, *axes, problem.N), strides, walk, row, kind)
 
 
 def pixel_cycles(nbytes: int) -> float:
@@ -111,7 +113,7 @@ def store_mode(problem: ConvProblem, columns: int, phase: Phase) -> int:
         return 3
     if channels % 4 == 0:
         return 1
-    return 2 if channels <= columns == CHUNK and phase.step == (1, 1, 1) else 0
+    return RUN if channels <= columns == CHUNK and phase.step == (1, 1, 1) else 0
 
 
 def map_type(problem: ConvProblem) -> str:
@@ -126,7 +128,8 @@ def load_base(problem: ConvProblem, addressing: PhaseAddressing) -> dict[str, in
     stride, low = ((1, 1, 1), (0, 0, 0)) if addressing.flat else (addressing.stride, addressing.low)
     whole = (problem.N * plane,) * 3 if addressing.flat else (plane, height * width, width)
     counts = dict(zip(("load_plane", "load_pq", "load_q"), whole, strict=True))
-    return {"spatial_dims": addressing.spatial_dims, **counts, **by_axis("stride_", stride), **by_axis("low_", low)}
+    axes = 0 if addressing.flat else addressing.spatial_dims
+    return {"spatial_dims": axes, **counts, **by_axis("stride_", stride), **by_axis("low_", low)}
 
 
 def stage_channels(problem: ConvProblem) -> int:

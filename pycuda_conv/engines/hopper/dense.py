@@ -19,9 +19,11 @@ from pycuda_conv.engines.addressing import MOST_PIXELS, PackedLayout, PhaseAddre
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.costs import costs, together
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, count_phases, filter_strides, first_phases, repeats, too_many_phases
+from pycuda_conv.engines.hopper.boxes import Box, best_box
 from pycuda_conv.engines.hopper.common import (
     CLOCK,
     ROW,
+    RUN,
     at_once,
     finished_time,
     image_map,
@@ -41,19 +43,7 @@ from pycuda_conv.engines.layout import transpose_filter
 from pycuda_conv.engines.limits import HOPPER, Takes, Tiles
 from pycuda_conv.engines.packed_product import repeat_arguments, tap_numbers, written_places
 from pycuda_conv.engines.range_guard import MomentsLayout
-from pycuda_conv.engines.schedule import (
-    FINISH,
-    INPUT,
-    PACKED,
-    RESULT,
-    WEIGHT,
-    WORKSPACE,
-    Arena,
-    Moments,
-    Schedule,
-    finish,
-    finish_constants,
-)
+from pycuda_conv.engines.schedule import FINISH, INPUT, PACKED, RESULT, WEIGHT, WORKSPACE, Arena, Moments, Schedule, finish_constants
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, why_not_one_product
 from pycuda_conv.engines.variants import VariantSet
@@ -157,12 +147,12 @@ TAKES = Takes(
     lambda p: too_many_phases(p, besides_repeats=True),
     ("tensor loads can't make its padding or dilation", lambda p: _form(p) is not None),
 )  # fmt: skip
-LEGAL = Tiles(TAKES, DenseNhwc, _fits, BLOCK_M=(64, 128), BLOCK_N=COLUMNS, CLUSTER=CLUSTERS)
+LEGAL = Tiles(TAKES, DenseNhwc, _fits, BLOCK_M=(64, 128, 192, 256), BLOCK_N=COLUMNS, CLUSTER=CLUSTERS)
 
 
 def _blocks_per_sm(config: DenseNhwc) -> int:
     """Blocks that share a multiprocessor: two of the small tiles."""
-    return 1 if config.BLOCK_M == 128 else 2
+    return 2 if config.BLOCK_M == 64 else 1
 
 
 def _ring(config: DenseNhwc, mn_major: bool) -> Ring:
@@ -227,7 +217,7 @@ SIDES = (64, 64), (128, 128)
 
 def adds_border(source: ConvProblem, problem: ConvProblem, config: DenseNhwc) -> bool:
     """Whether :func:`schedule` takes the image of `source`, which has a border, for the wider one of `problem`: sums are whole there."""
-    return config.CLUSTER == 1 and not source.input_dtype and TAKES.why_not(problem) is None and regions(source) is not None
+    return config.CLUSTER == 1 and TAKES.why_not(problem) is None and regions(source) is not None
 
 
 COST = costs("hopper.dense")
@@ -240,19 +230,10 @@ def border_time(source: ConvProblem, config: DenseNhwc) -> float:
     return launches * (COST.SIDES_TIME + COST.SIDE_SUMMAND * summed)
 
 
-def schedule(problem: ConvProblem, config: DenseNhwc, device: Device, with_moments: bool = False) -> Schedule:
-    """The launches of `config`, which can run `problem`. With `with_moments` they also compute the result's moments, if they can."""
-    return _launches_of(problem, config, device, with_moments)
-
-
-def schedule_with_border(source: ConvProblem, config: DenseNhwc, device: Device) -> Schedule:
-    """The launches of `config` for the :attr:`ConvProblem.padded` of `source`, which read its image: see :func:`adds_border`."""
-    return _launches_of(source.padded, config, device, source=source)
-
-
-def _launches_of(
+def schedule(
     problem: ConvProblem, config: DenseNhwc, device: Device, with_moments: bool = False, source: ConvProblem | None = None
 ) -> Schedule:
+    """The launches of `config`, which can run `problem`; `with_moments` of its result, if they can."""
     multiprocessors, taps = device.multiprocessors, math.prod(problem.filter_size)
     scratch = Arena(WORKSPACE)
     layout = MomentsLayout(_moments(problem, config) if with_moments else None, scratch, multiprocessors)
@@ -313,20 +294,34 @@ def _launches(addressings: Sequence[PhaseAddressing]) -> Iterator[Sequence[Phase
         yield addressings[first : first + PHASES]
 
 
+def _box(problem: ConvProblem, config: DenseNhwc, addressing: PhaseAddressing, with_moments: bool = False) -> Box | None:
+    """The box that a tile's pixels are; None where they are neighbours.
+
+    They are where runs of pixels are stored, and where moments are noted but boxes are not all full.
+    """
+    if addressing.flat or store_mode(problem, config.BLOCK_N, addressing.phase) == RUN:
+        return None
+    box = best_box(addressing.phase.size, problem.N, config.BLOCK_M, addressing.stride)
+    full = box.tiles * config.BLOCK_M == problem.N * math.prod(addressing.phase.size)
+    return box if full or not with_moments else None
+
+
 def _product(
     problem: ConvProblem, config: DenseNhwc, addressings: Sequence[PhaseAddressing], place: BufferSlice, mn_major: bool,
     multiprocessors: int, parts: BufferSlice | None, sides: Sequence[Region] = (),
 ) -> KernelLaunch:
     """The launch of some phases. It notes moments if it is given a place for their `parts`. `sides`: of a result with a border."""
     unpacked, _ = _addressed(problem)
-    args = tuple(_arguments(problem, config, addressing, parts is not None) for addressing in addressings)
+    boxes = [None if sides else _box(problem, config, addressing, parts is not None) for addressing in addressings]
+    args = tuple(_arguments(problem, config, one, box, parts is not None) for one, box in zip(addressings, boxes, strict=True))
     args = tuple(one._replace(**in_words(side)) for one, side in zip(args, sides, strict=True)) if sides else args
     phases = 1 if count_phases(problem) == 1 and not sides else PHASES
     args += (args[-1]._replace(tiles=0),) * (phases - len(addressings))  # empty phases fill the kernel's parameter
     rows = ROW, _last_row(problem)
     maps = []
     for row in rows:
-        images = [image_map(problem, INPUT, unpacked, addressing, config.BLOCK_M, row) for addressing in addressings]
+        mapped = zip(addressings, boxes, strict=True)
+        images = [image_map(problem, INPUT, unpacked, one, config.BLOCK_M, row, box=box) for one, box in mapped]
         if sides:
             seen = [(side.addressing, (side.first, side.length)) for side in sides]
             images = [image_map(problem, INPUT, unpacked, addressing, config.BLOCK_M, row, part) for addressing, part in seen]
@@ -379,25 +374,33 @@ def _last_row(problem: ConvProblem) -> int:
 
 def _tiles(problem: ConvProblem, config: DenseNhwc, addressing: PhaseAddressing) -> tuple[int, int]:
     """Tiles of a phase along the channels, and along the pixels."""
-    return ceil(problem.result_channels, config.BLOCK_N), ceil(problem.N * math.prod(addressing.phase.size), config.BLOCK_M)
+    return ceil(problem.result_channels, config.BLOCK_N), _down(problem, config, addressing, _box(problem, config, addressing))
 
 
-def _arguments(problem: ConvProblem, config: DenseNhwc, addressing: PhaseAddressing, with_moments: bool) -> Any:
-    """The kernel's arguments of a phase."""
+def _down(problem: ConvProblem, config: DenseNhwc, addressing: PhaseAddressing, box: Box | None) -> int:
+    """Tiles along the pixels: boxes, or else runs of neighbours."""
+    return box.tiles if box else ceil(problem.N * math.prod(addressing.phase.size), config.BLOCK_M)
+
+
+def _arguments(
+    problem: ConvProblem, config: DenseNhwc, addressing: PhaseAddressing, box: Box | None = None, with_moments: bool = False
+) -> Any:
+    """The kernel's arguments of a phase. Its tiles are boxes, or else neighbouring pixels."""
     unpacked, _ = _addressed(problem)
     size, plane = addressing.phase.size, math.prod(addressing.phase.size)
-    pixels, blocks = problem.N * plane, _blocks(problem, addressing)
-    across, down = _tiles(problem, config, addressing)
+    across, down = ceil(problem.result_channels, config.BLOCK_N), _down(problem, config, addressing, box)
+    pixels, blocks = down * config.BLOCK_M if box else problem.N * plane, _blocks(problem, addressing)
+    lengths, counts = (box.size, box.counts) if box else ((0,) * 4, (0,) * 4)
     places = written_places(problem, addressing.phase)
     del places["out_image"], places["out_row"]
     return arguments(
-        DensePhase, tiles=across * down * math.prod(repeats(problem)), tiles_n=across, blocks=blocks, part=ceil(blocks, config.CLUSTER),
-        channel_blocks=ceil(_summed(problem), stage_channels(problem)), last_steps=_last_steps(problem),
-        group_rows=problem.result_channels // problem.groups, group_channels=_summed(problem), rows=problem.result_channels,
-        **tap_numbers(unpacked, addressing), **by_axis("dilation_", addressing.dilation),
-        **by_axis("numbers_", (0, 0, 0)), **by_axis("offsets_", (0, 0, 0)), pixels=pixels,
+        DensePhase, problem, tiles=across * down * math.prod(repeats(problem)), tiles_n=across, blocks=blocks,
+        part=ceil(blocks, config.CLUSTER), channel_blocks=ceil(_summed(problem), stage_channels(problem)), last_steps=_last_steps(problem),
+        group_rows=problem.result_channels // problem.groups, group_channels=_summed(problem), **tap_numbers(unpacked, addressing),
+        **by_axis("dilation_", addressing.dilation), **by_axis("numbers_", (0, 0, 0)), **by_axis("offsets_", (0, 0, 0)), pixels=pixels,
+        **by_axis("box_", lengths, "whdn"), **by_axis("boxes_", counts[:3], "whd"), depth=size[0], height=size[1], images=problem.N,
         **load_base(problem, addressing), plane=plane, pq=size[1] * size[2], q=size[2], **places,
-        store_mode=store_mode(problem, config.BLOCK_N, addressing.phase), with_moments=int(with_moments), **finish(problem),
+        store_mode=store_mode(problem, config.BLOCK_N, addressing.phase), with_moments=int(with_moments),
     )  # fmt: skip
 
 
@@ -433,8 +436,6 @@ def _is_listed(d: Mapping[str, int]) -> bool:
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[DenseNhwc]:
     """The configurations worth comparing for `problem`."""
-    if TAKES.why_not(problem):
-        return
     addressings = _addressed(problem)[1]
     blocks, mn_major = _blocks(problem, addressings[0]), _reads_mn_major(problem)
     for (rows, columns), clusters in (TILES if count_phases(problem) == 1 else PHASED_TILES).items():

@@ -1,8 +1,7 @@
 """Channels-last arrays whose pixels are no multiple of 128 bytes, on Hopper's tensor cores (``cu/hopper/gather.cu``).
 
-They are float16, bfloat16, and float32 with ``precision="tf32"``. Threads copy what the taps read, so that the channels of all taps are
-contiguous in gemm k; tensor loads would leave gaps of zeros. One launch does everything, but a filter without such rows
-is transposed first.
+Threads copy what the taps read, so that the channels of all taps are contiguous in gemm k; tensor loads would leave gaps of zeros. A
+filter without such rows is transposed first.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from pycuda_conv.engines.addressing import MOST_PIXELS
-from pycuda_conv.engines.base import Config
-from pycuda_conv.engines.costs import costs
+from pycuda_conv.engines.base import Config, ConvProblem, VariantSet, costs, kernel_struct
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_strides, phases
 from pycuda_conv.engines.hopper.common import (
     CLOCK,
@@ -35,11 +33,8 @@ from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes
 from pycuda_conv.engines.layout import transpose_filter
 from pycuda_conv.engines.limits import HOPPER, Takes, Tiles
 from pycuda_conv.engines.packed_product import written_places
-from pycuda_conv.engines.schedule import FINISH, INPUT, PACKED, RESULT, WEIGHT, Arena, Schedule, finish, finish_constants
-from pycuda_conv.engines.struct import kernel_struct
+from pycuda_conv.engines.schedule import FINISH, INPUT, PACKED, RESULT, WEIGHT, Arena, Schedule, finish_constants
 from pycuda_conv.engines.tensor_cores import ELEMENTS, why_not_one_product
-from pycuda_conv.engines.variants import VariantSet
-from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch, TensorMap
 
 COLUMNS = (32, 64, 96, 128)  # channels of a tile
@@ -62,15 +57,10 @@ class GatherNhwc(Config):
     CLUSTER: int = 1
 
 
-CONFIGS = (GatherNhwc,)
-LAYOUTS = ("NHWC",)
-RUNS_ON = HOPPER
-TENSOR_CORES = True
+CONFIGS, LAYOUTS, RUNS_ON, TENSOR_CORES, MOST_VARIANTS = (GatherNhwc,), ("NHWC",), HOPPER, True, {"cuda": 36}
 ORDER = ("CLUSTER",)  # what the order of sums depends on
-MOST_VARIANTS = {"cuda": 36}
-
-
-# ---- what runs
+COST = costs("hopper.gather")
+GatherPhase = kernel_struct("hopper_gather", "GatherPhase")
 
 
 class _Runs(NamedTuple):
@@ -128,12 +118,6 @@ def _ring(config: GatherNhwc) -> Ring:
 def _max_stages(rows: int, columns: int, cluster: int) -> int:
     """The stages that a ring has room for."""
     return _ring(GatherNhwc(rows, columns, CLUSTER=cluster)).deepest(range(STAGES, 1, -1))
-
-
-# ---- launches
-
-
-GatherPhase = kernel_struct("hopper_gather", "GatherPhase")
 
 
 def schedule(problem: ConvProblem, config: GatherNhwc, device: Device, with_moments: bool = False) -> Schedule:
@@ -203,18 +187,14 @@ def _arguments(problem: ConvProblem, config: GatherNhwc) -> Any:
     """The kernel's arguments."""
     (phase,), runs = phases(problem), _runs(problem)
     across, down = _tiles(problem, config)
-    _, height, width = problem.result_size
-    plane, each, blocks = math.prod(problem.result_size), runs.copy // problem.itemsize, _stages(problem)
+    each, blocks = runs.copy // problem.itemsize, _stages(problem)
     written = written_places(problem, phase)
     del written["out_image"], written["out_row"]
-    depth, high, wide = problem.operand_size
     return arguments(
-        GatherPhase, tiles=across * down, tiles_n=across, blocks=blocks, part=ceil(blocks, config.CLUSTER), rows=problem.result_channels,
+        GatherPhase, problem, tiles=across * down, tiles_n=across, blocks=blocks, part=ceil(blocks, config.CLUSTER),
         copies=math.prod(runs.taps) * runs.length // each, tap_copies=runs.length // each, tap_t=runs.taps[0], tap_r=runs.taps[1],
-        tap_s=runs.taps[2], **by_axis("dilation_", phase.dilation), depth=depth, height=high, width=wide, channels=problem.operand_channels,
-        pixels=problem.N * plane, **by_axis("stride_", phase.stride), **by_axis("low_", [-pad for pad in phase.pad]), load_plane=plane,
-        load_pq=height * width, load_q=width, plane=plane, pq=height * width, q=width, **written,
-        store_mode=store_mode(problem, config.BLOCK_N, phase), **finish(problem),
+        tap_s=runs.taps[2], **by_axis("dilation_", phase.dilation), **by_axis("low_", [-pad for pad in phase.pad]), **written,
+        store_mode=store_mode(problem, config.BLOCK_N, phase),
     )  # fmt: skip
 
 
@@ -234,14 +214,9 @@ def variants(device: Device) -> Iterator[VariantSet]:
             yield VariantSet("hopper_gather", choices, arch="sm_90a")
 
 
-# ---- the choice
-
-COST = costs("hopper.gather")
-
-
 def configs(problem: ConvProblem, device: Device) -> Iterator[GatherNhwc]:
     """The configurations worth comparing for `problem`; none if tensor loads leave no gaps."""
-    if TAKES.why_not(problem) or problem.operand_channels * problem.itemsize % ROW == 0:
+    if problem.operand_channels * problem.itemsize % ROW == 0:
         return
     for (rows, columns), clusters in TILES.items():
         for cluster in clusters:

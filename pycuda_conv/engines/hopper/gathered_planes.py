@@ -1,7 +1,6 @@
 """1x1 convolutions of few pixels, or of NCHW planes that tensor loads don't take, on Hopper (``cu/hopper/gathered_planes.cu``).
 
-The arrays are float16, bfloat16, and float32 with ``precision="tf32"``. Planes may have any size, and pixels of x may lie a stride apart.
-Tiles go on from one image to the next. Threads load what a tile reads, so one launch does everything.
+Planes may have any size, and pixels of x may lie a stride apart. Tiles go on from one image to the next.
 """
 
 from __future__ import annotations
@@ -11,17 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from pycuda_conv.engines.addressing import MOST_PIXELS
-from pycuda_conv.engines.base import Config
-from pycuda_conv.engines.costs import costs
+from pycuda_conv.engines.base import FLAG, Config, ConvProblem, VariantSet, costs, kernel_struct
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, pixel_by_pixel
 from pycuda_conv.engines.hopper.common import CLOCK, ROW, at_once, map_type, most_shared, stage_channels
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes
 from pycuda_conv.engines.limits import HOPPER, ONE_GROUP, Takes, Tiles
-from pycuda_conv.engines.schedule import FINISH, INPUT, RESULT, WEIGHT, Schedule, finish, finish_constants
-from pycuda_conv.engines.struct import kernel_struct
+from pycuda_conv.engines.schedule import FINISH, INPUT, RESULT, WEIGHT, Schedule, finish_constants
 from pycuda_conv.engines.tensor_cores import ELEMENTS, why_not_one_product
-from pycuda_conv.engines.variants import FLAG, VariantSet
-from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, TensorMap
 
 #: The tiles: (BLOCK_M, BLOCK_N) -> (CLUSTER, GROUPS) choices.
@@ -46,15 +41,10 @@ class GatheredPlanes(Config):
     GROUPS: int = 2
 
 
-CONFIGS = (GatheredPlanes,)
-LAYOUTS = ("NCHW",)
-RUNS_ON = HOPPER
-TENSOR_CORES = True
+CONFIGS, LAYOUTS, RUNS_ON, TENSOR_CORES, MOST_VARIANTS = (GatheredPlanes,), ("NCHW",), HOPPER, True, {"cuda": 60}
 ORDER = ("CLUSTER",)  # what the order of sums depends on
-MOST_VARIANTS = {"cuda": 60}
-
-
-# ---- what runs
+COST = costs("hopper.gathered_planes")
+GatheredPlanesProduct = kernel_struct("hopper_gathered_planes", "GatheredPlanesProduct")
 
 
 def _fits(problem: ConvProblem, config: GatheredPlanes) -> str | None:
@@ -98,28 +88,16 @@ def _max_stages_of(rows: int, pixels: int, cluster: int, groups: int) -> Gathere
     return replace(tile, STAGES=_ring(tile).deepest(range(STAGES, 1, -1)))
 
 
-# ---- launches
-
-
-GatheredPlanesProduct = kernel_struct("hopper_gathered_planes", "GatheredPlanesProduct")
-
-
 def schedule(problem: ConvProblem, config: GatheredPlanes, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`."""
     down, across, steps = _tiles(problem, config)
-    (depth, height, width), (_, high, wide) = problem.operand_size, problem.result_size
-    channels, rows = problem.operand_channels, problem.result_channels
-    x_plane, plane = depth * height * width, math.prod(problem.result_size)
     backward, gathers = problem.direction == "dgrad", _gathers_filter(problem)
     args = arguments(
-        GatheredPlanesProduct, tiles_m=down, steps=steps, part=ceil(steps, config.CLUSTER), rows=rows, channels=channels, depth=depth,
-        height=height, width=width, x_image=channels * x_plane, x_channel=x_plane, pixels=problem.N * plane,
+        GatheredPlanesProduct, problem, tiles_m=down, steps=steps, part=ceil(steps, config.CLUSTER),
         **by_axis("stride_", (1, 1, 1) if backward else problem.stride),
         **by_axis("low_", [pad if backward else -pad for pad in problem.padding_before]),
         has_dgrad_stride=int(backward and problem.stride != (1, 1, 1)), **by_axis("dgrad_stride_", problem.stride),
-        load_plane=plane, load_pq=high * wide,
-        load_q=wide, y_image=rows * plane, y_channel=plane,
-        wide=int(_wide(problem)), pairs=int(plane % 2 == 0), **finish(problem),
+        wide=int(_wide(problem)), pairs=int(math.prod(problem.result_size) % 2 == 0),
     )  # fmt: skip
     first, last = problem.weight_shape[:2]
     size, box = problem.itemsize, stage_channels(problem)
@@ -162,15 +140,8 @@ def variants(device: Device) -> Iterator[VariantSet]:
             yield VariantSet("hopper_gathered_planes", choices, arch="sm_90a")
 
 
-# ---- the choice
-
-COST = costs("hopper.gathered_planes")
-
-
 def configs(problem: ConvProblem, device: Device) -> Iterator[GatheredPlanes]:
     """The configurations worth comparing for `problem`."""
-    if TAKES.why_not(problem):
-        return
     for (rows, pixels), shares in TILES.items():
         for cluster, groups in shares:
             config = _max_stages_of(rows, pixels, cluster, groups)

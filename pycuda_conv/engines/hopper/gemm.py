@@ -1,7 +1,7 @@
 """The implicit GEMM engine for Hopper: convolutions on tensor cores fed by TMA (``cu/hopper/gemm.cu``).
 
 :mod:`pycuda_conv.engines.packing` says how operands are packed and what phases read of them. This module has the tensor maps and the launch
-of some phases. Its tiles are in ``gemm_tiles.py``, its variants in ``gemm_variants.py``, the model of time in ``gemm_time.py``.
+of some phases. Its tiles are in ``gemm_tiles.py`` with its variants, the model of time in ``gemm_time.py``.
 """
 
 from __future__ import annotations
@@ -13,50 +13,43 @@ from typing import Any
 
 from pycuda_conv.engines import packing
 from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing, filter_sizes, packed_key, row_blocks
-from pycuda_conv.engines.geometry import arguments, by_axis, ceil
+from pycuda_conv.engines.base import ConvProblem, kernel_struct
+from pycuda_conv.engines.geometry import arguments, by_axis, ceil, finish
 from pycuda_conv.engines.hopper.common import THREADS
 from pycuda_conv.engines.hopper.gemm_tiles import (
     KERNEL,
+    LEGAL,
+    MOST_VARIANTS,
     PHASES,
+    TAKES,
     ImplicitGemm,
     alike,
-    consumer_pixels,
     defines_of,
     form,
     grid_of,
     is_common,
-    joins,
     launches_of,
     may_note,
     paired,
     phases_with_repeats,
     reads_filter,
-    refusal,
     result_arithmetic,
-    shared_bytes,
-    stored_bytes,
-    tensor_store,
-    tiles_of,
+    variants,
     whole_rows,
 )
 from pycuda_conv.engines.hopper.gemm_time import configs, time
-from pycuda_conv.engines.hopper.gemm_variants import MOST_VARIANTS, variants
 from pycuda_conv.engines.limits import HOPPER
 from pycuda_conv.engines.packed_product import assemble, repeat_arguments, tap_numbers, written_places
 from pycuda_conv.engines.packing import Operands, packs_filter_last
 from pycuda_conv.engines.range_guard import MomentsLayout, recompute_arguments
-from pycuda_conv.engines.schedule import FINISH, INPUT, RESULT, WEIGHT, Moments, Schedule, finish, finish_constants
-from pycuda_conv.engines.struct import kernel_struct
+from pycuda_conv.engines.schedule import FINISH, INPUT, RESULT, WEIGHT, Moments, Schedule, finish_constants
 from pycuda_conv.engines.tensor_cores import FLOAT, limbs, products
-from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, Device, Im2col, KernelLaunch, TensorMap
 
-__all__ = ["MOST_VARIANTS", "configs", "refusal", "time", "variants"]  # with what stands here: the engine
+__all__ = ["LEGAL", "MOST_VARIANTS", "TAKES", "configs", "time", "variants"]  # with what stands here: the engine
 
-CONFIGS = (ImplicitGemm,)
-LAYOUTS = "NCHW", "NHWC", "CNHW"
-RUNS_ON = HOPPER
-TENSOR_CORES = True
+CONFIGS, LAYOUTS, RUNS_ON, TENSOR_CORES = (ImplicitGemm,), ("NCHW", "NHWC", "CNHW"), HOPPER, True
+GemmPhase = kernel_struct("gemm_tiles.cuh", "GemmPhase")
 
 
 def adds_border(source: ConvProblem, problem: ConvProblem, config: ImplicitGemm) -> bool:
@@ -64,19 +57,10 @@ def adds_border(source: ConvProblem, problem: ConvProblem, config: ImplicitGemm)
     return packing.adds_border(source, problem, windows=True)
 
 
-def schedule(problem: ConvProblem, config: ImplicitGemm, device: Device, with_moments: bool = False) -> Schedule:
-    """The launches of `config`, which can run `problem`. With `with_moments` they also compute the result's moments, if they can."""
-    return _launches_of(problem, config, device, with_moments)
-
-
-def schedule_with_border(source: ConvProblem, config: ImplicitGemm, device: Device) -> Schedule:
-    """The launches of `config` for the :attr:`ConvProblem.padded` of `source`, which read its image: see :func:`adds_border`."""
-    return _launches_of(source.padded, config, device, source=source)
-
-
-def _launches_of(
+def schedule(
     problem: ConvProblem, config: ImplicitGemm, device: Device, with_moments: bool = False, source: ConvProblem | None = None
 ) -> Schedule:
+    """The launches of `config`, which can run `problem`; they note moments if they can. Packing writes the border of `source`."""
     multiprocessors = device.multiprocessors
     made = _schedule(problem, config, multiprocessors, with_moments, source=source)
     if reads_filter(problem):
@@ -101,13 +85,13 @@ def _schedule(
         buffers = (operands.w_limbs, operands.x_scales, operands.w_scales, *FINISH, target)
         launches, (arena, first) = [], operands.tickets
         for group in launches_of(problem):
-            place = (arena, first) if joins(problem, config) else None
+            place = (arena, first) if config.joins(problem) else None
             among = operands, buffers, flagged, multiprocessors, layout, map_w, filter_last, place, source
             launches.append(_product(problem, config, packed, group, *among))
             first += 4 * _results(problem, config, group)
         return launches
 
-    tickets = sum(_results(problem, config, group) for group in launches_of(problem)) if joins(problem, config) else 0
+    tickets = sum(_results(problem, config, group) for group in launches_of(problem)) if config.joins(problem) else 0
     return assemble(
         problem, config.SPLIT, multiprocessors, products, moments, filter_last, windows=True, clusters=True,
         recomputes=_may_recompute(problem, config) and (config.SPLIT == 1 or tickets > 0), tickets=tickets, source=source,
@@ -116,7 +100,7 @@ def _schedule(
 
 def _results(problem: ConvProblem, config: ImplicitGemm, addressings: Sequence[PhaseAddressing]) -> int:
     """Tickets of a launch: one for each tile of each phase, whatever its splits; rounded up to a multiple of 16 bytes."""
-    return ceil(math.prod(tiles_of(problem, config, addressings)) * problem.groups * phases_with_repeats(problem, addressings), 4) * 4
+    return ceil(math.prod(config.tiles_of(problem, addressings)) * problem.groups * phases_with_repeats(problem, addressings), 4) * 4
 
 
 def _may_recompute(problem: ConvProblem, config: ImplicitGemm) -> bool:
@@ -132,7 +116,7 @@ def _moments(problem: ConvProblem, config: ImplicitGemm) -> Moments | None:
         return None
     if not is_common(defines_of(problem)) or (problem.layout == "NHWC" and not whole_rows(problem, 1)):
         return None
-    pixels, plane = consumer_pixels(config), math.prod(problem.result_size)
+    pixels, plane = config.consumer_pixels, math.prod(problem.result_size)
     if products(problem) == 3 and pixels > 128:
         return None
     return Moments(1, problem.N * plane, pixels, problem.result_channels)
@@ -164,12 +148,8 @@ def _image_map(
         stride, low = [addressing.stride[i] for i in inner], [addressing.low[i] for i in inner]
         upper = [addressing.low[i] + (addressing.phase.size[i] - 1) * addressing.stride[i] - (packed.size[i] - 1) for i in inner]
     box = Im2col(tuple(low), tuple(upper), tuple(stride), packed.load, config.BLOCK_N)
-    return TensorMap(*place, (channels, *axes, images), tuple(strides), box, 2 * packed.load, _operand(problem))
-
-
-def _operand(problem: ConvProblem) -> str:
-    """The dtype of the limbs."""
-    return "bfloat16" if problem.dtype == "bfloat16" else "float16"
+    operand = "bfloat16" if problem.dtype == "bfloat16" else "float16"
+    return TensorMap(*place, (channels, *axes, images), tuple(strides), box, 2 * packed.load, operand)
 
 
 def _filter_map(problem: ConvProblem) -> TensorMap:
@@ -183,7 +163,7 @@ def _filter_map(problem: ConvProblem) -> TensorMap:
 def _result_map(problem: ConvProblem, config: ImplicitGemm, place: BufferSlice) -> TensorMap:
     """The map of the result, or of a split sum's parts. Groups and parts have axes of their own, so a tail never reaches the next one."""
     buffer, offset = place if isinstance(place, tuple) else (place, 0)
-    size, groups, rows = stored_bytes(problem, config), problem.groups, problem.result_channels
+    size, groups, rows = config.stored_bytes(problem), problem.groups, problem.result_channels
     pixels = problem.N * math.prod(problem.result_size)
     sizes, strides = (rows // groups, groups, pixels, config.SPLIT), (size * (rows // groups), size * rows, size * rows * pixels)
     return TensorMap(buffer, offset, sizes, strides, (128 // size, 1, 32, 1), 128, "float32" if size == 4 else problem.dtype)
@@ -197,7 +177,7 @@ def _product(
     """The launch of some phases. With `tickets` it adds the parts of split sums; with `flagged` it computes flagged results once more."""
     defines = result_arithmetic(problem, addressings[0].phase, config.SPLIT) | {
         "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "STAGES": config.STAGES, "LOAD_CHANNELS": packed.load,
-        "WGMMA_N": consumer_pixels(config), "TENSOR_STORE": int(tensor_store(problem, config)),
+        "WGMMA_N": config.consumer_pixels, "TENSOR_STORE": int(config.tensor_store(problem)),
         "W_MN_MAJOR": int(map_w is not None and problem.direction == "dgrad"), "PINGPONG": int(config.is_pingpong),
         "PHASES": 1, "INTERLEAVE_COLUMNS": int(paired(problem)), **({"TWIN": 1} if config.is_twin else {}),
     }
@@ -208,9 +188,9 @@ def _product(
     maps += maps[-1:] * unused
     if products(problem) == 1 and problem.layout == "NHWC":
         maps.append(map_w or maps[0])  # the text has this parameter even where the filter is packed
-    if tensor_store(problem, config):
+    if config.tensor_store(problem):
         maps.append(_result_map(problem, config, buffers[-1]))
-    with_moments, tiles = layout.moments is not None, tiles_of(problem, config, addressings)
+    with_moments, tiles = layout.moments is not None, config.tiles_of(problem, addressings)
     bits = {"w_lies": int(map_w is not None), "scaled": (problem.dtype == "float32") + 2 * with_moments, "x_tiles": operands.tiles}
     phases = tuple(_arguments(problem, config, packed, addressing, tiles, bits) for addressing in addressings)
     structs: tuple[tuple[int, ...], ...] = (*phases, *phases[-1:] * unused)
@@ -232,13 +212,12 @@ def _product(
     return KernelLaunch(
         KERNEL, defines, grid_of(problem, addressings, phases[0].tiles, config.blocks * multiprocessors), threads, buffers, (),
         maps=tuple(maps),
-        shared=shared_bytes(problem, config), arch="sm_90a", arguments=structs,
+        shared=config.ring_for(problem).nbytes(config.STAGES), arch="sm_90a", arguments=structs,
         # the epilogue runs on whole sums, not on a part
         layer={} if tickets else finish_constants(phases[0]) | {"WITH_MOMENTS": int(with_moments)},
     )
 
 
-GemmPhase = kernel_struct("gemm_tiles.cuh", "GemmPhase")
 #: The arguments of a split sum that the product adds.
 JoinArguments = kernel_struct(KERNEL, "JoinArguments")
 
@@ -259,14 +238,13 @@ def _arguments(
     stride, low = (((1, 1, 1), (0, 0, 0)) if flat else (addressing.stride, addressing.low))
     return arguments(
         GemmPhase, **of_launch, tiles=tiles_m * tiles_pixels * config.SPLIT * groups, tiles_m=tiles_m, splits=config.SPLIT,
-        split_stages=ceil(ceil(blocks, 64 // packed.load), config.SPLIT), tiles_pixels=tiles_pixels,
-        blocks=blocks, channel_blocks=channel_blocks, rows_group=rows // groups, rows=rows, blocks_group=blocks_group,
+        split_stages=ceil(ceil(blocks, 64 // packed.load), config.SPLIT), tiles_pixels=tiles_pixels, blocks=blocks,
+        channel_blocks=channel_blocks, rows_group=rows // groups, rows=rows, blocks_group=blocks_group,
         row_blocks=row_blocks(problem, packed), channels_group=packed.group, channels=groups * packed.group,
         **tap_numbers(packed, addressing), **by_axis("dilation_", addressing.dilation), pixels=pixels, limb_images=1 if flat else problem.N,
         spatial_dims=addressing.spatial_dims, load_plane=pixels if flat else plane, load_pq=pixels if flat else size[1] * size[2],
         load_q=pixels if flat else size[2], **by_axis("stride_", stride), **by_axis("low_", low), plane=plane, pq=size[1] * size[2],
-        q=size[2], **written_places(problem, phase), out_part=math.prod(problem.result_shape),
-        **finish(problem, config.SPLIT > 1),
+        q=size[2], **written_places(problem, phase), out_part=math.prod(problem.result_shape), **finish(problem, config.SPLIT > 1),
     )  # fmt: skip
 
 
@@ -277,4 +255,4 @@ def filter_key(problem: ConvProblem, config: ImplicitGemm) -> Hashable:
 
 def sum_order(problem: ConvProblem, config: ImplicitGemm) -> Hashable:
     """Everything that fixes the order of a sum: the splits, and who adds the parts."""
-    return config.SPLIT, joins(problem, config)
+    return config.SPLIT, config.joins(problem)

@@ -1,4 +1,4 @@
-"""The tiles of ``cu/hopper/gemm.cu``: what a configuration is, why one cannot run, its shared memory, how it stores, a launch's phases."""
+"""The tiles of ``cu/hopper/gemm.cu``: what a configuration is, why one cannot run, how it stores, a launch's phases, and all variants."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from typing import Any, ClassVar, Literal, get_args
 
 from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing, packed_layout, why_not
-from pycuda_conv.engines.base import Config, GoneError
+from pycuda_conv.engines.base import FLAG, Config, Device, GoneError, VariantSet
 from pycuda_conv.engines.geometry import Phase, ceil, repeats
 from pycuda_conv.engines.hopper.common import most_shared
-from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, why_not_so_many
-from pycuda_conv.engines.packed_product import arithmetic, first_ones
+from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring
+from pycuda_conv.engines.limits import Takes, Tiles
+from pycuda_conv.engines.packed_product import ARITHMETICS, arithmetic, first_ones, written_so
 from pycuda_conv.engines.tensor_cores import FLOAT, gemm_products, limbs, products
 from pycuda_conv.problem import ConvProblem, Size3
 
@@ -60,6 +62,7 @@ class ImplicitGemm(Config):
     schedule: Pipeline = "cooperative"
 
     FORMER: ClassVar[Mapping[str, str]] = {"ROWS": "BLOCK_M", "PIXELS": "BLOCK_N"}
+    packs_images: ClassVar[bool] = True  # unless they are already 16-bit and channels last
 
     def __post_init__(self) -> None:
         if self.schedule not in PIPELINES:
@@ -81,9 +84,57 @@ class ImplicitGemm(Config):
         return 2 if self.is_twin else 1
 
     @property
-    def packs_images(self) -> bool:
-        """Always, unless they are already 16-bit and channels last."""
-        return True
+    def consumer_pixels(self) -> int:
+        """Pixels of a consumer."""
+        return self.BLOCK_N if self.BLOCK_M == 128 or self.is_twin else self.BLOCK_N // 2
+
+    @property
+    def parts_bytes(self) -> int:
+        """Bytes of the fp32 parts of one tile."""
+        return 4 * self.SPLIT * self.BLOCK_M * self.BLOCK_N
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Numbers of stages of its ring that are tried, largest first."""
+        return (6, 5, 4, 3, 2) if self.BLOCK_M == 64 and not self.is_pingpong else (6, 5, 4, 3)
+
+    def stored_bytes(self, problem: ConvProblem) -> int:
+        """Bytes of an element that the product writes: an element of the result, or of an fp32 part of a split sum."""
+        return 4 if self.SPLIT > 1 else problem.itemsize
+
+    def tensor_store(self, problem: ConvProblem) -> bool:
+        """Whether TMA writes the result: rows of channels whose pitch is a multiple of 16 bytes."""
+        dense = problem.direction == "fprop" or problem.stride == (1, 1, 1)
+        return problem.layout == "NHWC" and dense and whole_rows(problem, self.SPLIT) and self.consumer_pixels % 32 == 0
+
+    def ring(self, limbs_each: int, stored: int, pairs: bool) -> Ring:
+        """The ring of the filter and of images: a stage is 64 of gemm k.
+
+        Beside it lie the consumers' staging tiles, by the bytes of an element that TMA stores, 0 if it stores none, and by whether columns
+        are written in `pairs`; and a scale of each pixel, and its place in the latter case.
+        """
+        consumer = self.consumer_pixels
+        staging = 4 * (4 * 16 * consumer + INTERLEAVED_PIECE) if pairs else 2 * 32 * 64 * stored if stored else 4 * 4 * 32 * 20
+        stage = limbs_each * (self.BLOCK_M + self.BLOCK_N) * 128
+        return Ring(stage, (2 // self.blocks) * (staging + (4 + 8 if pairs else 4) * consumer) + ALIGNMENT, most_shared(self.blocks))
+
+    def ring_for(self, problem: ConvProblem) -> Ring:
+        """The same for a problem."""
+        return self.ring(limbs(problem), self.stored_bytes(problem) if self.tensor_store(problem) else 0, paired(problem))
+
+    def joins(self, problem: ConvProblem) -> bool:
+        """Whether the product's blocks add the parts of split sums themselves: for float32 that was packed, if a tile has few parts.
+
+        In 16 bits a separate launch that adds them is faster: three layers took 19, 39 and 23 us so, and 37, 50 and 28 us with joins.
+        """
+        if self.SPLIT == 1 or self.is_pingpong or problem.dtype != "float32" or self.parts_bytes > JOINED_BYTES:
+            return False
+        return not form(problem)[0].as_is
+
+    def tiles_of(self, problem: ConvProblem, addressings: Sequence[PhaseAddressing]) -> tuple[int, int]:
+        """Tiles of a group along the channels, and along the pixels of the launch's largest phase."""
+        plane = max(math.prod(addressing.phase.size) for addressing in addressings)
+        return ceil(problem.result_channels // problem.groups, self.BLOCK_M), ceil(problem.N * plane, self.BLOCK_N)
 
     @classmethod
     def from_table(cls, values: Mapping[str, Any]) -> ImplicitGemm:
@@ -112,23 +163,6 @@ def form(problem: ConvProblem) -> tuple[PackedLayout, tuple[PhaseAddressing, ...
     return packed_layout(problem, windows=True)
 
 
-def refusal(problem: ConvProblem, config: ImplicitGemm) -> str | None:
-    """Why `config` can't run `problem`, or None if it can."""
-    reason = why_not(problem)
-    if reason:
-        return reason
-    if config.BLOCK_M not in (64, 128):
-        return "a tile has 64 or 128 rows"
-    # a consumer's sums fill its registers: one set of them, or three for three products
-    most = 256 if products(problem) == 1 else 128 if problem.has_residual and config.SPLIT == 1 else 136
-    if config.BLOCK_N % (8 if config.BLOCK_M == 128 else 16) or not 8 <= consumer_pixels(config) <= most:
-        return f"a consumer takes a multiple of 8 pixels up to {most}"
-    reason = _no_pingpong(problem, config) if config.is_pingpong else _no_twin(problem, config) if config.is_twin else None
-    if reason:
-        return reason
-    return why_not_so_many(config.STAGES, shared_bytes(problem, config), most_shared(config.blocks), config.SPLIT)
-
-
 def _no_twin(problem: ConvProblem, config: ImplicitGemm) -> str | None:
     """Why blocks can't have one consumer, or None if they can."""
     if config.BLOCK_M != 64 or config.SPLIT > 1 or problem.layout != "NCHW" or not defines_of(problem)["DENSE"]:
@@ -144,34 +178,17 @@ def _no_pingpong(problem: ConvProblem, config: ImplicitGemm) -> str | None:
     return f"a consumer takes all {config.BLOCK_N} pixels of a tile then, up to {most}" if config.BLOCK_N > most else None
 
 
-def shared_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
-    """Shared memory of a block in bytes: the ring and its alignment, staging tiles, the pixels' scales and places."""
-    return ring_of_problem(problem, config).nbytes(config.STAGES)
+def _fits(problem: ConvProblem, config: ImplicitGemm) -> str | None:
+    # a consumer's sums fill its registers: one set of them, or three for three products
+    most = 256 if products(problem) == 1 else 128 if problem.has_residual and config.SPLIT == 1 else 136
+    if config.BLOCK_N % (8 if config.BLOCK_M == 128 else 16) or not 8 <= config.consumer_pixels <= most:
+        return f"a consumer takes a multiple of 8 pixels up to {most}"
+    reason = _no_pingpong(problem, config) if config.is_pingpong else _no_twin(problem, config) if config.is_twin else None
+    return reason or config.ring_for(problem).refusal(config.STAGES, config.SPLIT)
 
 
-def ring_of_problem(problem: ConvProblem, config: ImplicitGemm) -> Ring:
-    return ring_of(config, limbs(problem), stored_bytes(problem, config) if tensor_store(problem, config) else 0, paired(problem))
-
-
-def ring_of(config: ImplicitGemm, limbs_each: int, stored: int, pairs: bool) -> Ring:
-    """The ring of the filter and of images: a stage is 64 of gemm k.
-
-    Beside it lie the consumers' staging tiles, by the bytes of an element that TMA stores, 0 if it stores none, and by whether columns are
-    written in `pairs`; and a scale of each pixel, and its place in the latter case.
-    """
-    consumer = consumer_pixels(config)
-    if pairs:
-        staging = 4 * (4 * 16 * consumer + INTERLEAVED_PIECE)
-    else:
-        staging = 2 * 32 * 64 * stored if stored else 4 * 4 * 32 * 20
-    stage = limbs_each * (config.BLOCK_M + config.BLOCK_N) * 128
-    return Ring(stage, (2 // config.blocks) * (staging + (4 + 8 if pairs else 4) * consumer) + ALIGNMENT, most_shared(config.blocks))
-
-
-def tensor_store(problem: ConvProblem, config: ImplicitGemm) -> bool:
-    """Whether TMA writes the result: rows of channels whose pitch is a multiple of 16 bytes."""
-    dense = problem.direction == "fprop" or problem.stride == (1, 1, 1)
-    return problem.layout == "NHWC" and dense and whole_rows(problem, config.SPLIT) and consumer_pixels(config) % 32 == 0
+TAKES = Takes(why_not)
+LEGAL = Tiles(TAKES, ImplicitGemm, ("a tile has 64 or 128 rows", lambda _, config: config.BLOCK_M in (64, 128)), _fits)
 
 
 def whole_rows(problem: ConvProblem, split: int) -> bool:
@@ -195,31 +212,6 @@ def paired(problem: ConvProblem) -> bool:
     """Whether the phases of even and odd columns are written together."""
     gradient = problem.direction == "dgrad" and problem.layout == "NCHW" and not problem.has_residual
     return gradient and problem.stride[2] == 2 and problem.result_size[2] % 2 == 0
-
-
-def stored_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
-    """Bytes of an element that the product writes: an element of the result, or of an fp32 part of a split sum."""
-    return 4 if config.SPLIT > 1 else problem.itemsize
-
-
-def consumer_pixels(config: ImplicitGemm) -> int:
-    return config.BLOCK_N if config.BLOCK_M == 128 or config.is_twin else config.BLOCK_N // 2
-
-
-def joins(problem: ConvProblem, config: ImplicitGemm) -> bool:
-    """Whether the product's blocks add the parts of split sums themselves: for float32 that was packed, if a tile has few parts.
-
-    In 16 bits a separate launch that adds them is faster: three layers took 19, 39 and 23 us so, and 37, 50 and 28 us with joins.
-    """
-    packed, _ = form(problem)
-    if config.SPLIT == 1 or config.is_pingpong or packed.as_is or parts_bytes(config) > JOINED_BYTES:
-        return False
-    return problem.dtype == "float32"
-
-
-def parts_bytes(config: ImplicitGemm) -> int:
-    """Bytes of the fp32 parts of one tile."""
-    return 4 * config.SPLIT * config.BLOCK_M * config.BLOCK_N
 
 
 def launches_of(problem: ConvProblem) -> Iterator[Sequence[PhaseAddressing]]:
@@ -257,12 +249,6 @@ def grid_of(problem: ConvProblem, addressings: Sequence[PhaseAddressing], tiles:
     all_phases = phases_with_repeats(problem, addressings) // phases_at_once(problem)
     some = multiprocessors if tiles * all_phases <= multiprocessors or math.gcd(multiprocessors, all_phases) == 1 else multiprocessors - 1
     return min(tiles * all_phases, some)
-
-
-def tiles_of(problem: ConvProblem, config: ImplicitGemm, addressings: Sequence[PhaseAddressing]) -> tuple[int, int]:
-    """Tiles of a group along the channels, and along the pixels of the launch's largest phase."""
-    plane = max(math.prod(addressing.phase.size) for addressing in addressings)
-    return ceil(problem.result_channels // problem.groups, config.BLOCK_M), ceil(problem.N * plane, config.BLOCK_N)
 
 
 def reads_filter(problem: ConvProblem) -> bool:
@@ -323,7 +309,65 @@ def ordinary_tiles(seldom: int, three: bool, dense: bool) -> Iterator[ImplicitGe
         yield from (ImplicitGemm(64, pixels, schedule="twin") for pixels in TWIN_PIXELS[seldom])
 
 
-def depths_of(tile: ImplicitGemm) -> tuple[int, ...]:
-    """Numbers of stages of a tile's ring that are tried, largest first."""
-    shallow = tile.BLOCK_M == 64 and not tile.is_pingpong
-    return (6, 5, 4, 3, 2) if shallow else (6, 5, 4, 3)
+# ---- variants
+
+MOST_VARIANTS = {"cuda": 387}
+
+
+def variants(device: Device) -> Iterator[VariantSet]:
+    """One for a tile and its loads, the arithmetic, and how the result lies."""
+    kinds = product(range(len(PINGPONG_PIXELS)), (False, True), (False, True))
+    tiles = dict.fromkeys(tile for kind in kinds for tile in ordinary_tiles(*kind))
+    for tile, one in product(tiles, (*ARITHMETICS, _OF_BYTES)):
+        own = _ORDINARY | one | {"BLOCK_M": (tile.BLOCK_M,), "BLOCK_N": (tile.BLOCK_N,), "WGMMA_N": (tile.consumer_pixels,)}
+        for special in ({}, _STORED, _PAIRED)[: 2 if one is _OF_BYTES else 3]:
+            choices = own | special | {"PINGPONG": (int(tile.is_pingpong),)} | ({"TWIN": (1,)} if tile.is_twin else {})
+            stored = (4 if one["OUT"] == (FLOAT,) else 2) if choices["TENSOR_STORE"] == (1,) else 0
+            ring = tile.ring(1 if one["PRODUCTS"] == (1,) else 2, stored, choices["INTERLEAVE_COLUMNS"] == (1,))
+            choices["STAGES"] = (ring.deepest(tile.depths),)
+            yield VariantSet(KERNEL, choices, _is_listed, "sm_90a")
+
+
+#: float32 sums of images of bytes, which are convolved forward alone.
+_OF_BYTES = ARITHMETICS[0] | {"PRODUCTS": (2,), "W_MN_MAJOR": (0,)}
+#: Defines of tiles whose results are stored pixel by pixel; STAGES is filled in.
+_ORDINARY: dict[str, tuple[int, ...]] = {
+    "LOAD_CHANNELS": (16, 32, 64), "TENSOR_STORE": (0,), "W_MN_MAJOR": FLAG, "PINGPONG": (0,), "PHASES": (1, PHASES),
+    "INTERLEAVE_COLUMNS": (0,), "STAGES": (0,),
+}  # fmt: skip
+_STORED: dict[str, tuple[int, ...]] = {"TENSOR_STORE": (1,), "NHWC": (1,), "VEC": (4,), "DENSE": (1,), "PHASES": (1,)}
+_PAIRED: dict[str, tuple[int, ...]] = {
+    "INTERLEAVE_COLUMNS": (1,), "NHWC": (0,), "VEC": (1,), "DENSE": (0,), "PHASES": (1, PHASES), "W_MN_MAJOR": (0,),
+}  # fmt: skip
+
+
+def _is_listed(d: Mapping[str, int]) -> bool:
+    """Whether a product with these defines is ever launched."""
+    consumer, three = d["WGMMA_N"], d["PRODUCTS"] > 1
+    parts = d["OUT"] == FLOAT and d["BF16"]
+    if not written_so(d) or (d["NHWC"] and d["DENSE"] and d["VEC"] == 1) or not d["STAGES"] or (d["PHASES"] > 1) == d["DENSE"]:
+        return False
+    seldom = rarity(d)
+    tile = ImplicitGemm(d["BLOCK_M"], d["BLOCK_N"], schedule="twin" if d.get("TWIN") else PIPELINES[d["PINGPONG"]])
+    if tile not in ordinary_tiles(seldom, three, bool(d["DENSE"])):
+        return False
+    if consumer > (256 if not three else 136):
+        return False
+    stores = d["NHWC"] and d["DENSE"] and consumer % 32 == 0 and d["VEC"] == 4
+    if d["TENSOR_STORE"] != stores:
+        return False
+    if parts and (d["PINGPONG"] or not may_split(d)):
+        return False
+    if d["INTERLEAVE_COLUMNS"] and d["PINGPONG"]:
+        return False
+    if d["W_MN_MAJOR"] and (three or not d["NHWC"] or d["LOAD_CHANNELS"] != 64 or d["VEC"] == 1):
+        return False
+    if d["W_MN_MAJOR"] and d["OUT"] == FLOAT and not d["DENSE"]:
+        return False
+    if d["VEC"] == 1 and d["DENSE"] and d["LOAD_CHANNELS"] < 64:
+        return False
+    if d.get("TWIN") and (d["NHWC"] or parts):
+        return False
+    if d["PINGPONG"]:
+        return not three and d["BLOCK_M"] == 128 and not (d["NHWC"] and d["BLOCK_N"] % 32)
+    return True

@@ -8,61 +8,41 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing, why_not
-from pycuda_conv.engines.costs import costs, together
+from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing
+from pycuda_conv.engines.base import ConvProblem, Device, costs
+from pycuda_conv.engines.costs import together
 from pycuda_conv.engines.geometry import ceil
 from pycuda_conv.engines.hopper.common import MEMORY, read_bytes
 from pycuda_conv.engines.hopper.gemm_tiles import (
+    LEGAL,
     ImplicitGemm,
     defines_of,
-    depths_of,
     form,
     grid_of,
-    joins,
     launches_of,
     may_split,
     ordinary_tiles,
     paired,
-    parts_bytes,
     phases_at_once,
     phases_with_repeats,
     rarity,
     reads_filter,
-    refusal,
     result_arithmetic,
-    ring_of_problem,
-    stored_bytes,
-    tensor_store,
-    tiles_of,
     whole_rows,
 )
 from pycuda_conv.engines.packing_time import overhead
 from pycuda_conv.engines.split_sum import splits
 from pycuda_conv.engines.tensor_cores import gemm_products, limbs, products
-from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import Device
 
 
 class Rates(NamedTuple):
-    """Measured rates for elements of one size.
+    """Measured rates for elements of one size."""
 
-    Attributes
-    ----------
-    clock : float
-        Cycles a microsecond, which the power limit keeps low under this load.
-    row_cycles : float
-        Cycles of a tensor load for each pixel's row of channels.
-    loaded, stored : float
-        Bytes a microsecond and multiprocessor into shared memory, and of the result, while all multiprocessors write.
-    launch_time : float
-        Microseconds of a launch.
-    """
-
-    clock: float
-    row_cycles: float
-    loaded: float
-    stored: float
-    launch_time: float
+    clock: float  # cycles a microsecond, which the power limit keeps low under this load
+    row_cycles: float  # cycles of a tensor load for each pixel's row of channels
+    loaded: float  # bytes a microsecond and multiprocessor into shared memory
+    stored: float  # the same of the result, while all multiprocessors write
+    launch_time: float  # microseconds of a launch
 
 
 class InPlaceRates(NamedTuple):
@@ -86,7 +66,7 @@ def configs(problem: ConvProblem, device: Device) -> tuple[ImplicitGemm, ...]:
 
 @lru_cache(maxsize=64)  # asked for by the choice, and by whatever stands in for it
 def _configs(problem: ConvProblem) -> tuple[ImplicitGemm, ...]:
-    return () if why_not(problem) else tuple(_worth_comparing(problem))
+    return tuple(_worth_comparing(problem))
 
 
 def _worth_comparing(problem: ConvProblem) -> Iterator[ImplicitGemm]:
@@ -101,7 +81,7 @@ def _worth_comparing(problem: ConvProblem) -> Iterator[ImplicitGemm]:
             continue
         if tile.is_pingpong and problem.has_residual and tile.BLOCK_N > 160:  # registers do not hold both the sums and the residual
             continue
-        depths = depths_of(tile)
+        depths = tile.depths
         if not tile.is_pingpong:
             in_parts = problem.itemsize == 4 or may_split(defines | {"BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N})
             for split in splits(problem, _steps(problem) // 4 if in_parts else 1):
@@ -118,9 +98,9 @@ def _changed(tile: ImplicitGemm, split: int, stages: int) -> ImplicitGemm:
 def _deepest(problem: ConvProblem, config: ImplicitGemm, depths: tuple[int, ...]) -> Iterator[ImplicitGemm]:
     """`config` with the most stages of `depths` (largest first) that it can have; nothing if it can't run with the fewest."""
     least = _changed(config, config.SPLIT, depths[-1])
-    if refusal(problem, least) is not None:  # what has room for more stages has room for fewer
+    if LEGAL.refusal(problem, least) is not None:  # what has room for more stages has room for fewer
         return
-    yield _changed(config, config.SPLIT, ring_of_problem(problem, least).deepest(depths))
+    yield _changed(config, config.SPLIT, least.ring_for(problem).deepest(depths))
 
 
 def _steps(problem: ConvProblem) -> int:
@@ -132,8 +112,8 @@ def _steps(problem: ConvProblem) -> int:
 def _pixel_cycles(problem: ConvProblem, packed: PackedLayout) -> float:
     """Cycles to load one pixel's channels from an array as it lies: rows that the load has to fill up take longer, odd ones longest."""
     row, pixel = packed.load * problem.itemsize, problem.operand_channels * problem.itemsize
-    slower = COST.VOLUME if form(problem)[1][0].spatial_dims == 3 else 1.0
-    return slower * COST.PIXEL_CYCLES[row] * (1.0 if pixel % row == 0 else COST.FILLED if pixel % 32 == 0 else COST.ODD)
+    cycles = float(COST.PIXEL_CYCLES[row] * (1.0 if pixel % row == 0 else COST.FILLED if pixel % 32 == 0 else COST.ODD))
+    return max(COST.VOLUME * cycles, COST.VOLUME_ROW) if form(problem)[1][0].spatial_dims == 3 else cycles
 
 
 @lru_cache(maxsize=64)
@@ -203,16 +183,16 @@ def _product_time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: i
     longest = shared = 0.0  # launches of phases overlap: the longest one counts, or the sum of what each takes of the multiprocessors
     for group, stages in _stages_of_launches(problem):
         works = [sum(map(tile_time, stages[i : i + at_once])) for i in range(0, len(group), at_once)]
-        tiles = math.prod(tiles_of(problem, config, group)) * problem.groups * config.SPLIT
+        tiles = math.prod(config.tiles_of(problem, group)) * problem.groups * config.SPLIT
         grid = grid_of(problem, group, tiles, config.blocks * multiprocessors)
         all_phases = phases_with_repeats(problem, group)
         rounds = ceil(tiles * all_phases // at_once, grid)
-        if joins(problem, config):
-            joined += parts_bytes(config) * ceil(tiles * all_phases, config.SPLIT * grid)
+        if config.joins(problem):
+            joined += config.parts_bytes * ceil(tiles * all_phases, config.SPLIT * grid)
         # a block takes tiles of all phases in turn, equally many of each
         own = max(max(works), rounds * sum(works) / len(works)) + (between if config.is_pingpong else 0)
         longest, shared = max(longest, own), shared + own * grid / multiprocessors / config.blocks
-        _, across = tiles_of(problem, config, group)
+        _, across = config.tiles_of(problem, group)
         from_cache += across * problem.groups * sum(stages) / len(addressings) * of_pixels
     return together(COST.TOGETHER, max(longest, shared), between + from_cache / COST.CACHE_RATE), joined
 
@@ -220,7 +200,7 @@ def _product_time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: i
 def _loaded(problem: ConvProblem, config: ImplicitGemm, in_place: bool) -> float:
     """Bytes of a stage, of which those of pixels count more whose loads take longer."""
     packed, addressings = form(problem)
-    loaded = float(ring_of_problem(problem, config).stage)
+    loaded = float(config.ring_for(problem).stage)
     if in_place:
         return loaded
     pixel, slower = packed.pixel * problem.groups, 1.0
@@ -254,11 +234,11 @@ def _store_time(problem: ConvProblem, config: ImplicitGemm) -> float:
     if last and len(addressings) > 1:
         stored = COST.PHASED_STORED
     elif last:
-        stored = COST.IN_PLACE_APART if whole_rows(problem, 1) and not tensor_store(problem, config) else COST.IN_PLACE_STORED
+        stored = COST.IN_PLACE_APART if whole_rows(problem, 1) and not config.tensor_store(problem) else COST.IN_PLACE_STORED
     rows = float(config.BLOCK_M)
     if problem.layout == "NCHW":  # the others of a tile's rows are no channels
         rows = channels / max(ceil(channels, config.BLOCK_M), 1)
-    us = rows * config.BLOCK_N * stored_bytes(problem, config) / stored
+    us = rows * config.BLOCK_N * config.stored_bytes(problem) / stored
     if problem.layout == "NHWC" and problem.result_channels * problem.itemsize % 16:
         us *= COST.SCATTERED if len(addressings) == 1 or defines_of(problem)["VEC"] == 1 else 1.0
     elif problem.layout == "NCHW" and problem.itemsize == 2 and not paired(problem) and defines_of(problem)["VEC"] == 1:

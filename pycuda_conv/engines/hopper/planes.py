@@ -11,17 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pycuda_conv.engines.base import Config
-from pycuda_conv.engines.costs import costs
+from pycuda_conv.engines.base import FLAG, Config, ConvProblem, VariantSet, costs, kernel_struct
 from pycuda_conv.engines.geometry import arguments, ceil
 from pycuda_conv.engines.hopper.common import CLOCK, ROW, most_shared
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring
 from pycuda_conv.engines.limits import HALVES, HOPPER, IN_32_BITS, NOT_EMPTY, ONE_GROUP, POINTWISE, Takes, Tiles
-from pycuda_conv.engines.schedule import FINISH, INPUT, RESULT, WEIGHT, Schedule, finish, finish_constants
-from pycuda_conv.engines.struct import kernel_struct
+from pycuda_conv.engines.schedule import FINISH, INPUT, RESULT, WEIGHT, Schedule, finish_constants
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF
-from pycuda_conv.engines.variants import FLAG, VariantSet
-from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, TensorMap
 
 
@@ -51,15 +47,10 @@ class Planes(Config):
     STAGES: int = 4
 
 
-CONFIGS = (Planes,)
-LAYOUTS = ("NCHW",)
-RUNS_ON = HOPPER
-TENSOR_CORES = True
+CONFIGS, LAYOUTS, RUNS_ON, TENSOR_CORES, MOST_VARIANTS = (Planes,), ("NCHW",), HOPPER, True, {"cuda": 24}
 ORDER = ()  # all sum alike
-MOST_VARIANTS = {"cuda": 24}
-
-
-# ---- what runs
+COST = costs("hopper.planes")
+PlanesProduct = kernel_struct("hopper_planes", "PlanesProduct")
 
 
 TAKES = Takes(
@@ -90,20 +81,11 @@ def _max_stages_of(rows: int, pixels: int) -> Planes:
     return Planes(rows, pixels, _ring(Planes(rows, pixels)).deepest(range(STAGES, 1, -1)))
 
 
-# ---- launches
-
-
-PlanesProduct = kernel_struct("hopper_planes", "PlanesProduct")
-
-
 def schedule(problem: ConvProblem, config: Planes, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`."""
     down, across, steps = _tiles(problem, config)
-    plane, own = math.prod(problem.operand_size), TILES[config.BLOCK_M, config.BLOCK_N]
-    args = arguments(
-        PlanesProduct, tiles=problem.N * down * across, tiles_m=down, tiles_n=across, steps=steps, rows=problem.result_channels,
-        plane=plane, **finish(problem),
-    )  # fmt: skip
+    own = TILES[config.BLOCK_M, config.BLOCK_N]
+    args = arguments(PlanesProduct, problem, tiles=problem.N * down * across, tiles_m=down, tiles_n=across, steps=steps)
     backward = problem.direction == "dgrad"
     first, last = problem.weight_shape[:2]
     of_filter = TensorMap(WEIGHT, 0, (last, first, 1), (2 * last, 2 * last * first), (BLOCK, BLOCK, 1), ROW, problem.dtype)
@@ -154,15 +136,8 @@ def variants(device: Device) -> Iterator[VariantSet]:
         yield VariantSet("hopper_planes", choices, arch="sm_90a")
 
 
-# ---- the choice
-
-COST = costs("hopper.planes")
-
-
 def configs(problem: ConvProblem, device: Device) -> Iterator[Planes]:
     """The configurations worth comparing for `problem`."""
-    if TAKES.why_not(problem):
-        return
     for rows, pixels in TILES:
         if rows == 64 or problem.result_channels > rows - 64:
             yield _max_stages_of(rows, pixels)

@@ -1,8 +1,7 @@
 """1x1 convolutions of float32 arrays, and their gradients, on Hopper's tensor cores in TF32 (``cu/hopper/pointwise.cu``).
 
-The arrays are read as they lie: only the filter is packed, nothing is scaled, and no number needs a path of its own. A product
-in TF32 takes twice the time of one in 16 bits. So if there is more to multiply than to read, the packed operands of
-:mod:`pycuda_conv.engines.hopper.gemm` win; :func:`time` says where.
+Only the filter is packed. A product in TF32 takes twice the time of one in 16 bits: if there is more to multiply than to read, the packed
+operands of :mod:`pycuda_conv.engines.hopper.gemm` win.
 """
 
 from __future__ import annotations
@@ -13,31 +12,16 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, ClassVar
 
-from pycuda_conv.engines.base import Config
-from pycuda_conv.engines.costs import costs, together
+from pycuda_conv.engines.base import FLAG, Config, ConvProblem, VariantSet, costs, kernel_struct
+from pycuda_conv.engines.costs import together
 from pycuda_conv.engines.geometry import arguments, ceil, filter_strides, pixel_by_pixel
 from pycuda_conv.engines.hopper.common import SHARED_BYTES, THREADS
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring
 from pycuda_conv.engines.limits import HOPPER, IN_32_BITS, NOT_EMPTY, ONE_GROUP, Takes, Tiles, types
 from pycuda_conv.engines.range_guard import MomentsLayout
-from pycuda_conv.engines.schedule import (
-    FINISH,
-    INPUT,
-    PACKED,
-    RESULT,
-    WEIGHT,
-    WORKSPACE,
-    Arena,
-    Moments,
-    Schedule,
-    finish,
-    finish_constants,
-)
+from pycuda_conv.engines.schedule import FINISH, INPUT, PACKED, RESULT, WEIGHT, WORKSPACE, Arena, Moments, Schedule, finish_constants
 from pycuda_conv.engines.split_sum import reduce_launch, splits
-from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import limbs, products
-from pycuda_conv.engines.variants import FLAG, VariantSet
-from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch, TensorMap
 
 WARPS = 8  # of the consumers
@@ -68,19 +52,12 @@ class Pointwise(Config):
         return 16 * WARPS * self.BLOCKS
 
 
-CONFIGS = (Pointwise,)
-LAYOUTS = "NCHW", "NHWC", "CNHW"
-RUNS_ON = HOPPER
-TENSOR_CORES = True
+CONFIGS, LAYOUTS, RUNS_ON, TENSOR_CORES, MOST_VARIANTS = (Pointwise,), ("NCHW", "NHWC", "CNHW"), HOPPER, True, {"cuda": 58}
 ORDER = "SPLIT", "SWAPPED"  # what the order of sums depends on
-MOST_VARIANTS = {"cuda": 58}
-
-
-# ---- what runs
-
-
-def _aligned(problem: ConvProblem) -> bool:
-    return (problem.operand_channels if problem.layout == "NHWC" else math.prod(problem.operand_size)) % 4 == 0
+COST = costs("hopper.pointwise")
+PointwiseProduct = kernel_struct("hopper_pointwise", "PointwiseProduct")
+#: The arguments of ``split_filter``.
+SplitFilter = kernel_struct("hopper_pointwise", "SplitFilter")
 
 
 def _alike(problem: ConvProblem) -> bool:
@@ -107,7 +84,11 @@ def _fits(problem: ConvProblem, config: Pointwise) -> str | None:
 
 TAKES = Takes(
     types("float32"), ONE_GROUP, NOT_EMPTY, ("it takes 1x1 filters without stride and padding", _alike),
-    ("tensor loads take planes, or a pixel's channels, of a multiple of 16 bytes", _aligned), IN_32_BITS,
+    (
+        "tensor loads take planes, or a pixel's channels, of a multiple of 16 bytes",
+        lambda p: (p.operand_channels if p.layout == "NHWC" else math.prod(p.operand_size)) % 4 == 0,
+    ),
+    IN_32_BITS,
 )  # fmt: skip
 LEGAL = Tiles(TAKES, Pointwise, _fits, BLOCKS=(1, 2), BLOCK_N=(32, 64, 96, 128))
 
@@ -135,30 +116,18 @@ def _ring(config: Pointwise, limbs_each: int) -> Ring:
     return Ring(sum(_stage_bytes(config, limbs_each)), ALIGNMENT, SHARED_BYTES)
 
 
-# ---- launches
-
-
-PointwiseProduct = kernel_struct("hopper_pointwise", "PointwiseProduct")
-#: The arguments of ``split_filter``.
-SplitFilter = kernel_struct("hopper_pointwise", "SplitFilter")
-
-
 @dataclass(frozen=True)
 class _Product:
-    """The matrix product of a problem: see the head of the kernel.
+    """The matrix product of a problem: see the head of the kernel."""
 
-    Tiles along its columns, and rows; stages of k; rows, columns, warps of a tile that have rows; elements of the result from one row, and
-    from one column, to the next; splits.
-    """
-
-    across: int
-    down: int
-    steps: int
+    across: int  # tiles along its columns
+    down: int  # and along its rows
+    steps: int  # stages of k
     rows: int
     columns: int
-    busy: int
-    row_step: int
-    column_step: int
+    busy: int  # warps of a tile that have rows
+    row_step: int  # elements of the result from one row to the next
+    column_step: int  # and from one column
     splits: int
 
     @classmethod
@@ -186,10 +155,8 @@ class _Product:
         """The kernel's arguments."""
         plane = math.prod(problem.operand_size)
         return arguments(
-            PointwiseProduct, tiles=self.tiles, across=self.across, down=self.down, steps=self.steps, each=ceil(self.steps, self.splits),
-            rows=self.rows, columns=self.columns, boxes=ceil(plane, 32), plane=plane, busy=self.busy, row_step=self.row_step,
-            column_step=self.column_step, size=math.prod(problem.result_shape),
-            pairs=int(self.column_step == 1 and self.columns % 2 == 0), **finish(problem),
+            PointwiseProduct, problem, self, tiles=self.tiles, each=ceil(self.steps, self.splits), boxes=ceil(plane, 32), plane=plane,
+            pairs=int(self.column_step == 1 and self.columns % 2 == 0),
         )
 
 
@@ -314,11 +281,8 @@ def _is_listed(d: Mapping[str, int]) -> bool:
     return d["NHWC"] == 1 or d["BLOCKS"] == 2
 
 
-# ---- the choice
-
 #: The most columns with which a tile is tried with a raw filter, by its BLOCKS: each tile along the rows splits them once more.
 RAW_COLUMNS = {1: 32, 2: 64}
-COST = costs("hopper.pointwise")
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Pointwise]:

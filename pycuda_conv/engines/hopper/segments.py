@@ -57,8 +57,8 @@ def launch(
     """
     tile = replace(config, STAGES=dense._max_stages(config.BLOCK_M, config.BLOCK_N, 1, False))
     (_, (one,)), (_, (other,)) = dense._addressed(first), dense._addressed(second)
-    behind = dense._arguments(second, tile, other, False)
-    total = dense._arguments(first, tile, one, False)
+    behind = dense._arguments(second, tile, other)
+    total = dense._arguments(first, tile, one)
     blocks = total.blocks + behind.blocks
     total, behind = total._replace(blocks=blocks, part=blocks, last_steps=dense.STEPS), behind._replace(last_steps=dense.STEPS)
     maps = []

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -54,7 +54,7 @@ from pycuda_conv.engines.limits import HOPPER, NOT_EMPTY, Takes, Tiles, types
 from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Arena, Schedule
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, FLOAT, HALF
-from pycuda_conv.engines.variants import FLAG, VariantSet
+from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch, TensorMap
 
@@ -83,8 +83,8 @@ MOST_VARIANTS = {"cuda": 62}
 def _why_no_planes(problem: ConvProblem) -> str | None:
     """Why the kernel can't run `problem`, whose arrays are NCHW, or None if it can."""
     forward = forward_of(problem)
-    if problem.itemsize != 2:
-        return "it takes NCHW arrays of float16 and bfloat16"
+    if limb_count(problem) > 1:
+        return "it takes NCHW arrays of float16, bfloat16, and of float32 with precision='tf32'"
     if not pixel_by_pixel(forward):
         return "of NCHW arrays it takes 1x1 filters without stride and padding"
     if math.prod(forward.output_size) % word_elements(problem):
@@ -272,10 +272,6 @@ def _maps(problem: ConvProblem, x: BufferSlice, dy: BufferSlice) -> tuple[dict[s
     of_x, of_dy = (place if isinstance(place, tuple) else (place, 0) for place in (x, dy))
     map_x = replace(image_map(loaded, of_x[0], layout, addressing, block_channels(problem)), offset=of_x[1], dtype=tensor_map_type(problem))
     map_dy = TensorMap(*of_dy, *sizes, (block_channels(problem), block_channels(problem), 1), ROW, tensor_map_type(problem))
-    if reads_flat(problem):
-        sizes = (loaded.C, positions, 1), (problem.itemsize * loaded.C, problem.itemsize * loaded.C * positions)
-        map_x = replace(map_dy, buffer=of_x[0], offset=of_x[1], sizes=sizes[0], strides=sizes[1])
-        return by_axis("dilation_", addressing.dilation) | load_base(loaded, addressing) | {"spatial_dims": 0}, (map_dy, map_x)
     return by_axis("dilation_", addressing.dilation) | load_base(loaded, addressing), (map_dy, map_x)
 
 
@@ -330,20 +326,17 @@ def variants(device: Device) -> Iterator[VariantSet]:
         for rows, widths in (FLIPPED_TILES if flipped else TILES)[size].items():
             for columns in widths:
                 config = WgradNhwc(rows, columns, _max_stages(rows, columns, size))
+                planes = size == 2 and not flipped and columns in PLANES_TILES.get(rows, ())
                 choices = {
                     "BLOCK_M": (rows,), "BLOCK_N": (columns,), "WGMMA_N": (_consumer_columns(config),), "STAGES": (config.STAGES,),
-                    "TYPE": codes, "LIMBS": (2 if size == 8 else 1,), "PLANES": FLAG if size == 2 and not flipped else (0,),
-                    "FLIPPED": (int(flipped),),
+                    "TYPE": codes, "LIMBS": (2 if size == 8 else 1,), "PLANES": (0,), "FLIPPED": (int(flipped),),
                 }  # fmt: skip
-                yield VariantSet("hopper_wgrad", choices, _is_listed, "sm_90a")
+                yield VariantSet("hopper_wgrad", choices, arch="sm_90a")
+                if planes:
+                    yield VariantSet("hopper_wgrad", choices | {"PLANES": (1,), "TYPE": tuple(ELEMENTS.values())}, arch="sm_90a")
     yield VariantSet("hopper_wgrad_reduce", {"TYPE": (HALF, BFLOAT, FLOAT)})
     yield VariantSet("hopper_wgrad_add", {"TYPE": (HALF, BFLOAT, FLOAT), "EACH": (2, 4)})
     yield from fold_channels.variants()
-
-
-def _is_listed(d: Mapping[str, int]) -> bool:
-    """Whether a product with these defines is ever launched."""
-    return not d["PLANES"] or d["BLOCK_N"] in PLANES_TILES.get(d["BLOCK_M"], ())
 
 
 # ---- the choice
@@ -354,8 +347,6 @@ LEAST_STAGES = 4  # of a run, if there are several
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[WgradNhwc]:
     """The configurations worth comparing for `problem`: numbers of runs that fill the GPU once, or a few times."""
-    if TAKES.why_not(problem):
-        return
     forward = forward_of(problem)
     fewer = forward.K < forward.C and forward.K <= MOST_FLIPPED
     for flipped in (False, True) if fewer and _why_not_flipped(problem) is None else (False,):

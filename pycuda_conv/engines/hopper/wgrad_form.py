@@ -1,8 +1,7 @@
 """The convolution whose gradient by the filter ``cu/hopper/wgrad.cu`` computes, as its loads see it.
 
 An array whose pixels are no multiple of 16 bytes is copied first, with zeros behind its channels. If x has few channels, the copy also
-folds taps into channels: one row of taps, or all. Flipped tiles see x and dy exchanged. Groups are packed together, so that their channels
-fill a row of an operand.
+folds taps into channels: one row of taps, or all. Groups are packed together, so that their channels fill a row of an operand.
 """
 
 from __future__ import annotations
@@ -13,11 +12,10 @@ from functools import lru_cache
 from typing import Any
 
 from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing, phase_addressing
-from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.base import Config, ConvProblem
 from pycuda_conv.engines.costs import MULTIPROCESSORS, costs
 from pycuda_conv.engines.geometry import ceil, forward_of, phases
 from pycuda_conv.engines.hopper.common import CLOCK, map_type, pixel_cycles, stage_channels
-from pycuda_conv.problem import ConvProblem
 
 
 @dataclass(frozen=True)
@@ -43,8 +41,8 @@ def limb_count(problem: ConvProblem) -> int:
 
 
 def factor_bytes(problem: ConvProblem) -> int:
-    """Bytes of an element's limbs."""
-    return problem.itemsize * limb_count(problem)
+    """Bytes of an element's limbs; 2 of NCHW arrays, which are multiplied as 16-bit numbers are, whatever their type."""
+    return 2 if in_planes(problem) else problem.itemsize * limb_count(problem)
 
 
 def tensor_map_type(problem: ConvProblem) -> str:

@@ -10,13 +10,12 @@ import math
 from functools import lru_cache
 from typing import Any
 
+from pycuda_conv.engines.base import ConvProblem, kernel_struct
 from pycuda_conv.engines.geometry import arguments, ceil, forward_of
 from pycuda_conv.engines.hopper.wgrad_form import WgradNhwc, as_loaded, fold_level, fold_taps, position_count, word_elements
 from pycuda_conv.engines.layout.fold_channels import FoldChannelsArguments, zeros_behind
 from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT
-from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS
-from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, KernelLaunch
 
 REDUCE_TAPS, REDUCED_CHANNELS = 16, 64  # the most taps, and the channels, of a block of hopper/wgrad_reduce.cu

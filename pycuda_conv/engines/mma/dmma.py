@@ -1,8 +1,7 @@
 """float64 convolutions and their gradients on the tensor cores of Ampere and Hopper (``cu/mma/dmma.cu``).
 
-The arrays are read as they lie, and sums are chains of IEEE fused multiply-adds: nothing is scaled, and no number needs
-a path of its own. A sum is one chain if cuDNN's is no shorter; longer ones are cut into chains of 64 products. A filter is packed only
-if neither its rows of gemm k nor its rows of channels are contiguous.
+A sum is one chain of IEEE fused multiply-adds if cuDNN's is no shorter; longer ones are cut into chains of 64 products. A filter is packed
+only if neither its rows of gemm k nor its rows of channels are contiguous.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
-from pycuda_conv.engines.base import Config, fastest
+from pycuda_conv.engines.base import FLAG, Config, ConvProblem, Device, KernelLaunch, VariantSet, fastest, kernel_struct
 from pycuda_conv.engines.costs import MULTIPROCESSORS, costs
 from pycuda_conv.engines.geometry import (
     Phase,
@@ -23,23 +22,18 @@ from pycuda_conv.engines.geometry import (
     by_axis,
     ceil,
     filter_strides,
+    finish,
     phases,
     places,
-    read_strides,
     too_many_phases,
     written_strides,
 )
 from pycuda_conv.engines.limits import NOT_EMPTY, Takes, Tiles, of_capability, types
-from pycuda_conv.engines.schedule import FINISH, INPUT, PACKED, RESULT, WEIGHT, WORKSPACE, Buffer, Schedule, finish
+from pycuda_conv.engines.schedule import FINISH, INPUT, PACKED, RESULT, WEIGHT, WORKSPACE, Buffer, Schedule
 from pycuda_conv.engines.split_sum import reduce_launch, splits
-from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.variants import FLAG, VariantSet
-from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import Device, KernelLaunch
 
 BLOCK_K = 16  # of gemm k, in a stage, for a warp
 FILTER_THREADS = 256
-COST = costs("mma.dmma")
 MOST = 2**31 - 2**20  # elements of an array: the kernel counts in 32 bits, and a little past the end
 
 
@@ -52,30 +46,24 @@ class Dmma(Config):
     SPLIT: int = 1
 
 
-CONFIGS = (Dmma,)
-LAYOUTS = "NCHW", "NHWC", "CNHW"
+CONFIGS, LAYOUTS, TENSOR_CORES, MOST_VARIANTS = (Dmma,), ("NCHW", "NHWC", "CNHW"), True, {"cuda": 67}
 RUNS_ON = of_capability((8, 0), (9, 0), (10, 0))  # others have a few double-precision units for compatibility alone
-TENSOR_CORES = True
-MOST_VARIANTS = {"cuda": 67}
+COST = costs("mma.dmma")
+DmmaArguments = kernel_struct("dmma", "DmmaArguments")
+#: The arguments of ``dmma_filter``: what it packs, and where that lies.
+DmmaFilterArguments = kernel_struct("dmma", "DmmaFilterArguments")
 
 @dataclass(frozen=True)
 class _Tile:
-    """Properties of a tile of one size.
+    """Properties of a tile of one size."""
 
-    WARP_M, WARP_N : a warp's part of the tile
-    STAGES, stages_80 : stages of the ring on Hopper, and on Ampere, which has less shared memory
-    SLICES : slices of 8 k in a stage
-    rates : TFLOP/s of all 132 multiprocessors with one block each, with two, and so on, up to as many as fit
-    start : microseconds of a block beside its products
-    """
-
-    WARP_M: int
+    WARP_M: int  # a warp's part of the tile
     WARP_N: int
-    STAGES: int
-    stages_80: int
-    SLICES: int
-    rates: tuple[float, ...]
-    start: float
+    STAGES: int  # of the ring on Hopper
+    stages_80: int  # on Ampere, which has less shared memory
+    SLICES: int  # of 8 k in a stage
+    rates: tuple[float, ...]  # TFLOP/s of all 132 multiprocessors with one block each, with two, and so on, up to as many as fit
+    start: float  # microseconds of a block beside its products
 
 
 #: WARP_M, WARP_N, STAGES, stages_80, and SLICES.
@@ -89,14 +77,6 @@ def _tiles_of(costs: Mapping[tuple[int, int], tuple[tuple[float, ...], float]]) 
 TILES = _tiles_of(COST.TILES)
 CUT = _tiles_of(COST.CUT)  # for sums that are cut into chains: these need twice the registers, which larger tiles do not have
 OF_ONE_TAP = _tiles_of(COST.ONE_TAP)  # their times for one tap, which needs no tables
-
-
-DmmaArguments = kernel_struct("dmma", "DmmaArguments")
-#: The arguments of ``dmma_filter``: what it packs, and where that lies.
-DmmaFilterArguments = kernel_struct("dmma", "DmmaFilterArguments")
-
-
-# ---- what runs
 
 
 def _tile(problem: ConvProblem, config: Dmma) -> _Tile | None:
@@ -177,9 +157,6 @@ def _lies_along_m(problem: ConvProblem) -> bool:
     part, *others = _parts(problem)
     taps = math.prod(problem.filter_size)
     return taps == 1 or (not others and part.taps == 1 and part.phases == taps and part.phase.first == (0, 0, 0))
-
-
-# ---- launches
 
 
 def schedule(problem: ConvProblem, config: Dmma, device: Device, with_moments: bool = False) -> Schedule:
@@ -360,23 +337,20 @@ def _arguments(problem: ConvProblem, config: Dmma, form: _Form, part: _Part, pac
     inner = max(channels if packed else taps, 1)
     o, p, q = phase.size
     reduction = channels * taps
-    x, y = read_strides(problem), written_strides(problem)
+    y = written_strides(problem)
     _, y_base, *y_steps = places(problem, phase)
     _, height, width = problem.result_size
     pairs = y.pixel == 1 and phase.step == (1, 1, 1) and not any(n % 2 for n in (y.image, y.group, y.channel, o * p * q))
     axes = {
-        "": problem.operand_size, "stride_": phase.stride, "pad_": phase.pad, "dilation_": phase.dilation, "y_": y_steps,
+        "stride_": phase.stride, "pad_": phase.pad, "dilation_": phase.dilation, "y_": y_steps,
         "phase_": (height * width * y.pixel, width * y.pixel, y.pixel),
     }
     return arguments(
-        DmmaArguments, pixels=problem.N * o * p * q, rows=rows, reduction=reduction, groups=groups, splits=config.SPLIT,
+        DmmaArguments, problem, pixels=problem.N * o * p * q, rows=rows, reduction=reduction, splits=config.SPLIT,
         split_steps=ceil(ceil(reduction, block_k(config)), config.SPLIT), tiles_m=ceil(rows, config.BLOCK_M), channels_inside=int(packed),
-        inner=inner, rs=max(r * s, 1), s=max(s, 1), opq=o * p * q, pq=p * q, q=q,
-        w_base=w_base, w_group=w_group, w_row=w_row, w_channel=w_channel, **by_axis("w_", of_taps, "trs"),
-        x_image=x.image, x_group=x.group, x_channel=x.channel, x_pixel=x.pixel,
-        y_image=y.image, y_group=y.group, y_channel=y.channel, y_pixel=y.pixel, y_base=y_base,
-        phases=part.phases, phases_hw=part.many[1] * part.many[2], phases_w=part.many[2],
-        size=math.prod(problem.result_shape), pairs=int(pairs), **finish(problem, config.SPLIT > 1),
+        inner=inner, rs=max(r * s, 1), s=max(s, 1), opq=o * p * q, pq=p * q, q=q, w_base=w_base, w_group=w_group, w_row=w_row,
+        w_channel=w_channel, **by_axis("w_", of_taps, "trs"), y_base=y_base, phases=part.phases, phases_hw=part.many[1] * part.many[2],
+        phases_w=part.many[2], pairs=int(pairs), **finish(problem, config.SPLIT > 1),
         **{prefix + axis: n for prefix, numbers in axes.items() for axis, n in zip("dhw", numbers, strict=True)},
     )
 
@@ -410,26 +384,20 @@ def _is_listed(d: Mapping[str, int]) -> bool:
     return d["B_VEC"] <= d["A_VEC"] and not (d["CHAINS"] and (one_tap or not a_rows))
 
 
-def _in_32_bits(problem: ConvProblem, config: Dmma) -> bool:
-    return max(problem.largest_array, config.SPLIT * math.prod(problem.result_shape), _reduction(problem)) < MOST
-
-
 TAKES = Takes(types("float64"), NOT_EMPTY, lambda problem: too_many_phases(problem, besides_repeats=True))
 LEGAL = Tiles(
-    TAKES, Dmma, ("it counts elements in 32 bits", _in_32_bits), ("it has at least one split", lambda _, config: config.SPLIT >= 1),
+    TAKES, Dmma,
+    ("it counts elements in 32 bits", lambda p, c: max(p.largest_array, c.SPLIT * math.prod(p.result_shape), _reduction(p)) < MOST),
+    ("it has at least one split", lambda _, config: config.SPLIT >= 1),
     ("its tile has no registers for sums that are cut into chains", lambda problem, config: _tile(problem, config) is not None),
     blocks=lambda problem, config: max(_tiles(problem, config, part) for part in _parts(problem)) * config.SPLIT,
     together={("BLOCK_M", "BLOCK_N"): TILES},
 )  # fmt: skip
 
 
-# ---- the choice
-
-
 def configs(problem: ConvProblem, device: Device) -> Iterator[Dmma]:
     """The configurations worth comparing for `problem`."""
-    if TAKES.why_not(problem) is None:
-        yield from LEGAL.legal(problem, SPLIT=splits(problem, _reduction(problem) // 128))
+    return LEGAL.legal(problem, SPLIT=splits(problem, _reduction(problem) // 128))
 
 
 def time(problem: ConvProblem, config: Dmma, device: Device) -> float:

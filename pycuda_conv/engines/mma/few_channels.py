@@ -6,21 +6,20 @@ Other engines' tiles have 64 of these channels or more, and load the input once 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.costs import bytes_moved, costs
-from pycuda_conv.engines.geometry import Strides, arguments, ceil, read_strides, written_strides
-from pycuda_conv.engines.limits import AMPERE, NOT_EMPTY, TWO_AXES, Takes, Tiles, types
-from pycuda_conv.engines.mma.common import SHARED_BYTES
-from pycuda_conv.engines.schedule import GRID_LIMIT, OPERANDS, Schedule, finish, finish_constants
+from pycuda_conv.engines.geometry import arguments, by_axis, ceil, read_strides
+from pycuda_conv.engines.limits import AMPERE, NOT_EMPTY, Takes, Tiles, types
+from pycuda_conv.engines.schedule import GRID_LIMIT, OPERANDS, Schedule, finish_constants
 from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, products
+from pycuda_conv.engines.tensor_cores import ELEMENTS, SHARED_BYTES, is_multiplied, products
 from pycuda_conv.engines.variants import FLAG, VariantSet
-from pycuda_conv.problem import ConvProblem
+from pycuda_conv.problem import ConvProblem, Size3
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
 WARPS = 4  # of a block
@@ -60,9 +59,14 @@ FewChannelsArguments = kernel_struct("few_channels", "FewChannelsArguments")
 # ---- what runs
 
 
+def _slice(problem: ConvProblem, channels: int, size: Size3) -> int:
+    """Elements from the first to the last of a slice."""
+    return channels * math.prod(size if problem.layout == "NCHW" else size[1:])
+
+
 def _apart(problem: ConvProblem) -> int:
     """Elements of the input from a tap to the next."""
-    return _axis(problem, 1).step * problem.operand_channels * math.prod(problem.operand_size) // problem.operand_size[1]
+    return _axis(problem, 1).step * problem.operand_channels * problem.operand_size[2]
 
 
 def _fits(problem: ConvProblem, config: FewChannels) -> str | None:
@@ -122,7 +126,7 @@ class _Tile(NamedTuple):
 
 @lru_cache(maxsize=1024)  # the planner asks for it several times
 def _tile(problem: ConvProblem, config: FewChannels) -> _Tile:
-    (_, r, s), (_, p, q) = problem.filter_size, problem.result_size
+    (t, r, s), (o, p, q) = problem.filter_size, problem.result_size
     stride, pad, dilation = problem.stride[2], problem.padding_before[2], problem.dilation[2]
     channels, eights = problem.result_channels, config.BLOCK_N // 8
     rows, sixteens = TILES[eights]
@@ -141,12 +145,12 @@ def _tile(problem: ConvProblem, config: FewChannels) -> _Tile:
     row_phases, tile_rows = min(down.phases, p), WARPS // (config.WARPS_W * config.PARTS) * rows
     tiles_h, tiles_w = ceil(ceil(p, row_phases), tile_rows), ceil(q, max(tile_q, 1))
     taps, steps = ceil(r, down.every), ceil(problem.operand_channels * problem.itemsize, STEP_BYTES)
-    u_at = taps * steps * eights * 32 * LANE_BYTES
+    u_at = t * taps * steps * eights * 32 * LANE_BYTES
     table_at = u_at + s * chunk * (config.PARTS * tile_rows * columns + 4) * 4
     table_at += -table_at % 8
     return _Tile(
         chunk, ceil(channels, chunk), columns, first_w, tile_q, tile_w, tile_rows, row_phases, tiles_h, tiles_w,
-        problem.N * tiles_h * tiles_w, taps, steps, u_at, table_at, table_at + 8 * max(tile_q, 0),
+        problem.N * o * tiles_h * tiles_w, taps, steps, u_at, table_at, table_at + 8 * max(tile_q, 0),
     )  # fmt: skip
 
 
@@ -168,12 +172,12 @@ def _wide_loads(problem: ConvProblem) -> bool:
 
 TAKES = Takes(
     ("it computes forward convolutions and gradients by the input, of one group", lambda p: p.layout in LAYOUTS and p.groups == 1),
-    types(*ELEMENTS), NOT_EMPTY, TWO_AXES,
+    types(*ELEMENTS), NOT_EMPTY,
+    ("it takes gradients without a stride from slice to slice", lambda p: p.direction == "fprop" or p.stride[0] == 1),
     (
-        "it counts the elements of an image and of the filter in 32 bits",
-        lambda p: max(
-            p.operand_channels * math.prod(p.operand_size), p.result_channels * math.prod(p.result_size), math.prod(p.weight_shape)
-        ) < 2**30,
+        "it counts the elements of a slice and of the filter in 32 bits",
+        lambda p: max(_slice(p, p.operand_channels, p.operand_size), _slice(p, p.result_channels, p.result_size), math.prod(p.weight_shape))
+        < 2**30,
     ),
     ("it counts the elements between two taps in 32 bits", lambda p: _apart(p) < 2**30),
 )  # fmt: skip
@@ -193,26 +197,17 @@ def schedule(problem: ConvProblem, config: FewChannels, device: Device, with_mom
 
 def _launch(problem: ConvProblem, config: FewChannels, device: Device, strides: tuple[int, int, int, int]) -> KernelLaunch:
     """The launch for a filter with these strides."""
-    (_, h, w), (_, p, q), (_, r, s) = problem.operand_size, problem.result_size, problem.filter_size
-    (_, stride_h, stride_w), (_, pad_h, pad_w), (_, dil_h, dil_w) = problem.stride, problem.padding_before, problem.dilation
     tile, down, across, last = _tile(problem, config), _axis(problem, 1), _axis(problem, 2), problem.layout == "NHWC"
     eights, gradient = config.BLOCK_N // 8, problem.direction == "dgrad"
     rows, sixteens = TILES[eights]
-    read: Strides = read_strides(problem)
-    written: Strides = written_strides(problem)
-    _, w_k, w_c, w_tap = strides
+    (_, w_k, w_c, w_tap), (_, h, w), pixel = strides, problem.operand_size, read_strides(problem).pixel
     workers = _workers(problem, tile, device)
     args = arguments(
-        FewChannelsArguments, workers=workers, chunks=tile.chunks, chunk=tile.chunk, tiles=tile.tiles, tiles_h=tile.tiles_h,
-        tiles_w=tile.tiles_w, warps_w=config.WARPS_W, warps_h=tile.rows // rows, parts=config.PARTS,
-        part_steps=ceil(tile.steps, config.PARTS), tile_q=tile.tile_q, tile_rows=tile.rows, first_w=tile.first_w, tile_w=tile.tile_w,
-        gradient=int(gradient), k=problem.result_channels, c=problem.operand_channels, channel_steps=tile.steps, h=h, w=w, p=p, q=q,
-        taps_r=r, taps_s=s, stride_h=stride_h, stride_w=stride_w, pad_h=pad_h, pad_w=pad_w, dil_h=dil_h, dil_w=dil_w,
-        every_h=down.every, every_w=across.every, row_phases=tile.row_phases, rows_apart=down.apart, row_step=down.step,
-        column_step=-across.step if gradient else across.step, w_k=w_k, w_c=w_c, w_tap=w_tap,
-        x_image=read.image, x_row=w * read.pixel, x_pixel=read.pixel, x_channel=read.channel,
-        y_image=written.image, y_pixel=written.pixel, y_channel=written.channel, channels_last=int(last),
-        u_at=tile.u_at, table_at=tile.table_at, **finish(problem),
+        FewChannelsArguments, problem, tile, workers=workers, warps_w=config.WARPS_W, warps_h=tile.rows // rows, parts=config.PARTS,
+        part_steps=ceil(tile.steps, config.PARTS), tile_rows=tile.rows, gradient=int(gradient), channel_steps=tile.steps,
+        **by_axis("taps_", problem.filter_size, "trs"), every_h=down.every, every_w=across.every, rows_apart=down.apart,
+        row_step=down.step, column_step=-across.step if gradient else across.step, w_k=w_k, w_c=w_c, w_tap=w_tap,
+        x_slice=h * w * pixel, x_row=w * pixel, channels_last=int(last),
     )  # fmt: skip
     defines = {
         "TYPE": ELEMENTS[problem.dtype], "PRODUCTS": products(problem), "COLUMN_TILES": eights, "ROWS": rows, "PIXEL_TILES": sixteens,
@@ -228,12 +223,7 @@ def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each tile, type and arithmetic."""
     common = {"TYPE": tuple(ELEMENTS.values()), "PRODUCTS": (1, 3), "WIDE_LOADS": FLAG}
     for eights, (rows, sixteens) in TILES.items():
-        yield VariantSet("few_channels", common | {"COLUMN_TILES": (eights,), "ROWS": (rows,), "PIXEL_TILES": (sixteens,)}, _is_listed)
-
-
-def _is_listed(d: Mapping[str, int]) -> bool:
-    """Whether a kernel with these defines is ever launched."""
-    return d["PRODUCTS"] == 1 or d["TYPE"] == FLOAT
+        yield VariantSet("few_channels", common | {"COLUMN_TILES": (eights,), "ROWS": (rows,), "PIXEL_TILES": (sixteens,)}, is_multiplied)
 
 
 # ---- the choice
@@ -254,13 +244,13 @@ def time(problem: ConvProblem, config: FewChannels, device: Device) -> float:
     tile, down, across = _tile(problem, config), _axis(problem, 1), _axis(problem, 2)
     eights, size = config.BLOCK_N // 8, problem.itemsize
     rows, sixteens = TILES[eights]
-    of_phase = ceil(problem.result_size[1], tile.row_phases)  # rows of the result
+    slices, of_phase = problem.filter_size[0], ceil(problem.result_size[1], tile.row_phases)  # of the input; rows of the result
     warps = WARPS * of_phase / (tile.tiles_h * tile.rows) * rows  # that would have rows if all their rows were real
     rows = min(rows, of_phase)
     warps /= rows
     steps = ceil(tile.steps, config.PARTS)
-    met = tile.taps * rows * steps * eights  # products of a warp, of 16 columns and a step's channels
-    loaded = (down.apart * (rows - 1) + tile.taps) * steps
+    met = slices * tile.taps * rows * steps * eights  # products of a warp, of 16 columns and a step's channels
+    loaded = slices * (down.apart * (rows - 1) + tile.taps) * steps
     multiplying = warps * met * sixteens * 2 * products(problem) * COST.PRODUCT_CYCLES
     filter_cycles = warps * met * 32 * LANE_BYTES / COST.SHARED_RATE
     pixels = warps * loaded * 16 * sixteens  # loaded by all warps, a step's channels of each
@@ -273,7 +263,7 @@ def time(problem: ConvProblem, config: FewChannels, device: Device) -> float:
     together = ceil(workers * combinations, device.multiprocessors)  # blocks of a multiprocessor
     alone = loaded * COST.WAIT + COST.TILE_CYCLES + adding
     each = max(alone, together * (max(multiplying, loading + filter_cycles) + adding))
-    filled = tile.taps * problem.filter_size[2] * tile.chunk * problem.operand_channels * COST.FILTER_CYCLES + 500
+    filled = slices * tile.taps * problem.filter_size[2] * tile.chunk * problem.operand_channels * COST.FILTER_CYCLES + 500
     factor = COST.MEASURED_FP32 if products(problem) > 1 else COST.MEASURED
     if tile.taps >= COST.MANY_ROWS:
         factor *= COST.LARGE

@@ -14,12 +14,11 @@ from typing import Any, NamedTuple
 from pycuda_conv.engines import split_sum
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.costs import costs, spread
-from pycuda_conv.engines.geometry import arguments, ceil, forward_of
+from pycuda_conv.engines.geometry import arguments, ceil, even_parts, forward_of
 from pycuda_conv.engines.limits import AMPERE, IN_32_BITS, NOT_EMPTY, TWO_AXES, Takes, Tiles, types
-from pycuda_conv.engines.mma.common import SHARED_BYTES, product_rate
 from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Schedule
 from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, limbs, products
+from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, SHARED_BYTES, limbs, product_rate, products
 from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
@@ -215,8 +214,6 @@ WIDTHS, HEIGHTS = (16, 32, 64), (1, 2, 4, 8, 16)  # columns and rows of tiles
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[FewChannelsWgrad]:
     """The configurations worth comparing for `problem`: the largest tiles that fit, and as many parts as fill the GPU."""
-    if TAKES.why_not(problem):
-        return
     roles = _roles(problem)
     for m_tiles, n_tiles, warps in _cut(roles, problem.itemsize, limbs(problem)):
         for columns in WIDTHS:
@@ -228,8 +225,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[FewChannelsWgrad]:
             ]  # fmt: skip
             for config in fitting[-2:]:
                 tiles, filling = _tiles(problem, config), max(BLOCKS * device.multiprocessors // math.prod(_blocks(problem, config)), 1)
-                for wanted in sorted({ceil(filling, 2), filling}):
-                    yield replace(config, PARTS=ceil(tiles, ceil(tiles, min(wanted, tiles))))
+                yield from (replace(config, PARTS=parts) for parts in even_parts(tiles, (ceil(filling, 2), filling)))
 
 
 def _cut(roles: _Roles, itemsize: int, split: int) -> list[tuple[int, int, int]]:

@@ -1,29 +1,23 @@
 """Convolutions of few channels, on tensor cores: ``cu/mma/few_inputs.cu``.
 
-Other engines' rows of shared memory have room for 16 channels or more, or their images are packed first. Here gemm k runs through the
-channels of a row of taps, which are contiguous in memory; in NCHW through the taps of a channel's row. A float32 product is three products
-of TF32 halves.
+gemm k runs through the channels of a row of taps, which are contiguous in memory; in NCHW through the taps of a channel's row.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
-from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.base import FLAG, Config, ConvProblem, Device, KernelLaunch, VariantSet, kernel_struct
 from pycuda_conv.engines.costs import bytes_moved, costs
 from pycuda_conv.engines.geometry import NO_SIDES, arguments, by_axis, ceil, near_sides
 from pycuda_conv.engines.limits import AMPERE, IN_32_BITS, NOT_EMPTY, Takes, Tiles, types
-from pycuda_conv.engines.mma.common import SHARED_BYTES
-from pycuda_conv.engines.schedule import OPERANDS, Schedule, finish, finish_constants
-from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, products
-from pycuda_conv.engines.variants import FLAG, VariantSet
-from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import Device, KernelLaunch
+from pycuda_conv.engines.schedule import OPERANDS, Schedule, finish_constants
+from pycuda_conv.engines.tensor_cores import ELEMENTS, SHARED_BYTES, is_multiplied, products
 
 WARPS = 8  # of a block
 TILE_PIXELS = 256  # pixels of a tile
@@ -46,50 +40,15 @@ class FewInputs(Config):
     COLUMNS: int = 32
 
 
-CONFIGS = (FewInputs,)
-LAYOUTS = "NHWC", "NCHW"
-RUNS_ON = AMPERE
-TENSOR_CORES = True
+CONFIGS, LAYOUTS, RUNS_ON, TENSOR_CORES, MOST_VARIANTS = (FewInputs,), ("NHWC", "NCHW"), AMPERE, True, {"cuda": 32}
 ORDER = ()  # all sum alike
-MOST_VARIANTS = {"cuda": 32}
-
-
+COST = costs("mma.few_inputs")
 FewInputsArguments = kernel_struct("few_inputs", "FewInputsArguments")
 
 
-# ---- what runs
-
-
-class _Tile(NamedTuple):
-    """The tile of a configuration."""
-
-    rows: int
-    tiles_w: int
-    tiles_h: int
-    tiles: int  # of each chunk of channels
-    chunks: int
-    run: int  # contiguous elements of a row of taps, or of a tap
-    lead: int  # elements before them in their first word
-    row_words: int
-    words: int  # of gemm k
-    steps: int
-    patch_rows: int  # rows of a slice
-    patch: int  # rows of all slices
-    pitch: int  # elements from row to row
-    unit: int  # elements that are copied at once
-    shift: int  # elements of a patch's row before its first pixel
-    stages: int
-    stage_bytes: int
-    table_at: int
-    places_at: int
-    patch_at: int
-    copy_at: int
-    transpose_at: int
-    shared: int
-
-
 @lru_cache(maxsize=1024)  # the planner asks for it several times
-def _tile(problem: ConvProblem, config: FewInputs) -> _Tile:
+def _tile(problem: ConvProblem, config: FewInputs) -> Any:
+    """The tile of a configuration: what the kernel's members of these names have, its chunks of channels, and its shared memory."""
     (t, r, s), (o, p, q), channels, size = problem.filter_size, problem.result_size, _pixel(problem), problem.itemsize
     slices = t if problem.layout == "NHWC" else t * _channels(problem)  # those that a tile reads
     _, stride_h, stride_w = problem.stride if problem.direction == "fprop" else (1, 1, 1)
@@ -116,10 +75,11 @@ def _tile(problem: ConvProblem, config: FewInputs) -> _Tile:
     tiles_w, tiles_h = ceil(q, config.COLUMNS), ceil(p, rows)
     chunks = problem.groups * ceil(problem.result_channels // problem.groups, config.BLOCK_N)
     transpose_at = patch_at + (stages + copies) * nbytes
-    return _Tile(
-        rows, tiles_w, tiles_h, problem.N * o * tiles_h * tiles_w, chunks, run, lead, row_words, words, steps, patch_rows,
-        slices * patch_rows, pitch, unit, shift, stages, nbytes, table_at, places_at, patch_at,
-        copies * stages * nbytes, transpose_at, transpose_at + transposing,
+    return SimpleNamespace(
+        rows=rows, tiles_w=tiles_w, tiles_h=tiles_h, tiles=problem.N * o * tiles_h * tiles_w, chunks=chunks, run=run, lead=lead,
+        row_words=row_words, words=words, steps=steps, patch_rows=patch_rows, patch=slices * patch_rows, pitch=pitch, unit=unit,
+        shift=shift, stages=stages, stage_bytes=nbytes, table_at=table_at, places_at=places_at, patch_at=patch_at,
+        copy_at=copies * stages * nbytes, transposed_at=transpose_at, shared=transpose_at + transposing,
     )  # fmt: skip
 
 
@@ -147,12 +107,12 @@ def _run(problem: ConvProblem) -> int:
     return next(run for run in (16 // problem.itemsize, 2, 1) if problem.result_size[2] % run == 0)
 
 
-def _resident(tile: _Tile) -> int:
+def _resident(tile: Any) -> int:
     """Blocks that fit a multiprocessor."""
     return max(1, min(2, 2 * SHARED_BYTES // (tile.shared + 1024)))
 
 
-def _workers(tile: _Tile, device: Device) -> int:
+def _workers(tile: Any, device: Device) -> int:
     """Blocks that share the tiles of a chunk of channels."""
     return min(tile.tiles, max(1, ceil(device.multiprocessors * _resident(tile), tile.chunks)))
 
@@ -173,15 +133,12 @@ LEGAL = Tiles(
 )  # fmt: skip
 
 
-# ---- launches
-
-
 def adds_border(source: ConvProblem, problem: ConvProblem, config: FewInputs) -> bool:
     """Whether :func:`schedule` takes the image of `source`, which has a border, for the wider one of `problem`.
 
     What columns beside an image show has to lie in the same patch: so for mirrors, and filters as wide as twice the border.
     """
-    if source.direction != "fprop" or source.border is None or source.input_dtype or near_sides(source) is None:
+    if source.direction != "fprop" or source.border is None:
         return False
     beside = max(source.padding_before[2], source.padding_after[2])
     reach = (source.filter_size[2] - 1) * source.dilation[2] + 1
@@ -193,18 +150,12 @@ def _of_zeros(source: ConvProblem) -> ConvProblem:
     return replace(source, border=None, border_value=0.0, result_dtype="")
 
 
-def schedule_with_border(source: ConvProblem, config: FewInputs, device: Device) -> Schedule:
-    """The launches of `config` for the :attr:`ConvProblem.padded` of `source`, which read its image: see :func:`adds_border`."""
-    return _launches_of(_of_zeros(source), config, device, near_sides(source))
-
-
-def schedule(problem: ConvProblem, config: FewInputs, device: Device, with_moments: bool = False) -> Schedule:
-    """The launches of `config`, which can run `problem`; they note no moments."""
-    return _launches_of(problem, config, device, None)
-
-
-def _launches_of(problem: ConvProblem, config: FewInputs, device: Device, sides: dict[str, int] | None) -> Schedule:
-    return Schedule.reading(problem, lambda strides: [[_launch(problem, config, device, strides, sides)]])
+def schedule(
+    problem: ConvProblem, config: FewInputs, device: Device, with_moments: bool = False, source: ConvProblem | None = None
+) -> Schedule:
+    """The launches of `config`, which can run `problem`; they note no moments. With `source` they read its image."""
+    sides, seen = (near_sides(source), _of_zeros(source)) if source else (None, problem)
+    return Schedule.reading(problem, lambda strides: [[_launch(seen, config, device, strides, sides)]])
 
 
 def _launch(
@@ -215,8 +166,6 @@ def _launch(
     `sides` say what stands outside of the image, if that is not zeros.
     """
     tile, forward = _tile(problem, config), problem.direction == "fprop"
-    depth, height, width = problem.operand_size
-    o, p, q = problem.result_size
     taps, channels = math.prod(problem.filter_size), _channels(problem)
     w_group, w_k, w_c, w_tap = filter_steps
     if forward:
@@ -230,19 +179,13 @@ def _launch(
         wide = int(problem.result_channels % (8 if problem.itemsize == 2 and config.BLOCK_N % 32 == 0 else 4) == 0)
     workers = _workers(tile, device)
     args = arguments(
-        FewInputsArguments, workers=workers, tiles=tile.tiles, tiles_w=tile.tiles_w, tiles_h=tile.tiles_h, out_d=o,
-        column_bits=config.COLUMNS.bit_length() - 1, rows=tile.rows, k=problem.result_channels // problem.groups, steps=tile.steps,
-        words=tile.words, row_words=tile.row_words, run=tile.run, lead=tile.lead,
-        tap_s=1 if problem.dilation[2] == 1 else problem.filter_size[2], tap_r=problem.filter_size[1], c=channels, pixel=pixel,
-        slices=problem.filter_size[0], groups=problem.groups, group_chunks=tile.chunks // problem.groups, w_group=w_group, w_k=w_k,
-        w_c=w_c, w_tap=w_tap, w_order=order, outer=outer, inner=inner, filters=config.BLOCK_N * channels * taps, taps=taps,
+        FewInputsArguments, problem, tile, workers=workers, out_d=problem.result_size[0], column_bits=config.COLUMNS.bit_length() - 1,
+        k=problem.result_channels // problem.groups, tap_s=1 if problem.dilation[2] == 1 else problem.filter_size[2],
+        tap_r=problem.filter_size[1], c=channels, pixel=pixel, slices=problem.filter_size[0], group_chunks=tile.chunks // problem.groups,
+        w_group=w_group, w_k=w_k, w_c=w_c, w_tap=w_tap, w_order=order, outer=outer, inner=inner, filters=config.BLOCK_N * channels * taps,
         last_tap=-1 if forward else taps - 1, row_taps=tile.run // pixel, channel_words=tile.words // channels if planes else 0,
-        depth=depth, height=height, width=width, patch=tile.patch, patch_rows=tile.patch_rows, pitch=tile.pitch, unit=tile.unit,
-        units=tile.pitch // tile.unit, shift=tile.shift, stages=tile.stages, stage_bytes=tile.stage_bytes,
-        **by_axis("stride_", problem.stride if forward else (1, 1, 1)), **by_axis("low_", _low(problem)),
-        **by_axis("dilation_", problem.dilation), p=p, q=q, table_at=tile.table_at, places_at=tile.places_at, patch_at=tile.patch_at,
-        copy_at=tile.copy_at, wide=wide, transposed_at=tile.transpose_at, bordered=int(sides is not None), **(sides or NO_SIDES),
-        **finish(problem),
+        units=tile.pitch // tile.unit, **by_axis("stride_", problem.stride if forward else (1, 1, 1)), **by_axis("low_", _low(problem)),
+        wide=wide, bordered=int(sides is not None), **(sides or NO_SIDES),
     )  # fmt: skip
     defines = {"TYPE": ELEMENTS[problem.dtype], "BLOCK_N": config.BLOCK_N, "PLANES": int(planes), "PRODUCTS": products(problem)}
     return KernelLaunch(
@@ -254,23 +197,13 @@ def _launch(
 def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each type, BLOCK_N and layout."""
     choices = {"TYPE": tuple(ELEMENTS.values()), "BLOCK_N": CHANNELS, "PLANES": FLAG, "PRODUCTS": (1, 3)}
-    yield VariantSet("few_inputs", choices, _is_listed)
-
-
-def _is_listed(d: Mapping[str, int]) -> bool:
-    """Whether a kernel with these defines is ever launched."""
-    return d["TYPE"] == FLOAT or d["PRODUCTS"] == 1
-
-
-# ---- the choice
-
-COST = costs("mma.few_inputs")
+    yield VariantSet("few_inputs", choices, is_multiplied)
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[FewInputs]:
     """The configurations worth comparing for `problem`: the widest blocks that its channels fill; none if it has many channels."""
     most = MOST_OF_HALVES if problem.layout == "NCHW" and products(problem) == 3 else MOST_CHANNELS.get(problem.layout, 0)
-    if _channels(problem) > most or TAKES.why_not(problem):
+    if _channels(problem) > most:
         return
     channels = problem.result_channels // problem.groups
     for block in sorted(CHANNELS, key=lambda block: (ceil(channels, block) * block, -block)):

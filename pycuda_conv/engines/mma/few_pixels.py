@@ -1,7 +1,6 @@
 """fprop and dgrad of few pixels and many channels, NCHW, on Hopper: ``cu/mma/few_pixels.cu``.
 
-Such problems have too few of other engines' tiles to fill the GPU, unless sums are cut into parts in memory: that takes one launch to
-pack, one to multiply and one to add. Here the blocks of a cluster share a tile, read both arrays as they lie, and add their sums.
+The blocks of a cluster share a tile, read both arrays as they lie, and add their sums.
 """
 
 from __future__ import annotations
@@ -12,17 +11,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.base import Config, ConvProblem, Device, KernelLaunch, VariantSet, kernel_struct
 from pycuda_conv.engines.costs import MULTIPROCESSORS, costs
 from pycuda_conv.engines.geometry import Phase, arguments, ceil, count_phases, phases, places
 from pycuda_conv.engines.hopper.common import MOST_SHARED
 from pycuda_conv.engines.limits import HOPPER, IN_32_BITS, NOT_EMPTY, TWO_AXES, Takes, Tiles, types
-from pycuda_conv.engines.schedule import OPERANDS, Schedule, finish, finish_constants
-from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, products
-from pycuda_conv.engines.variants import VariantSet
-from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import Device, KernelLaunch
+from pycuda_conv.engines.schedule import OPERANDS, Schedule, finish_constants
+from pycuda_conv.engines.tensor_cores import ELEMENTS, is_multiplied, products
 
 WARPS, WARP_M = 8, 32  # warps of a block; channels of the result of a warp
 PHASES = 4  # of a launch
@@ -45,17 +40,9 @@ class FewPixels(Config):
     CLUSTER: int = 8
 
 
-CONFIGS = (FewPixels,)
-LAYOUTS = ("NCHW",)
-RUNS_ON = HOPPER
-TENSOR_CORES = True
-MOST_VARIANTS = {"cuda": 32}
-
-
+CONFIGS, LAYOUTS, RUNS_ON, TENSOR_CORES, MOST_VARIANTS = (FewPixels,), ("NCHW",), HOPPER, True, {"cuda": 32}
+COST = costs("mma.few_pixels")
 FewPixelsPhase = kernel_struct("mma_few_pixels", "FewPixelsPhase")
-
-
-# ---- what runs
 
 
 class _Positions(NamedTuple):
@@ -142,9 +129,9 @@ def _phase(
 ) -> Any:
     """The kernel's arguments of a phase."""
     (_, size_h, size_w), (_, r, s), (_, step_h, step_w) = phase.size, phase.taps, phase.dilation
-    (_, h, w), (_, p, q), (_, _, filter_s) = problem.operand_size, problem.result_size, problem.filter_size
-    rows, channels, w_taps = problem.result_channels, problem.operand_channels, math.prod(problem.filter_size)
-    units, tiles_m, count = ceil(channels * problem.itemsize, UNIT_BYTES), ceil(rows, config.BLOCK_M), problem.N * size_h * size_w
+    filter_s, w_taps = problem.filter_size[2], math.prod(problem.filter_size)
+    units, tiles_m = ceil(problem.operand_channels * problem.itemsize, UNIT_BYTES), ceil(problem.result_channels, config.BLOCK_M)
+    count = problem.N * size_h * size_w
     # x is read from its first row and column on, and taps are reversed if they step back
     across_r, across_s = phase.every[1] * filter_s, phase.every[2]
     base = phase.first[1] * filter_s + phase.first[2]
@@ -152,17 +139,14 @@ def _phase(
     _, out_base, _, out_h, out_w = places(problem, phase)
     line_threads = max(32 * WARPS // slot.lines, 1)
     return arguments(
-        FewPixelsPhase, tiles=tiles_m * ceil(count, config.BLOCK_N), tiles_m=tiles_m, warps_m=config.BLOCK_M // WARP_M, rows=rows,
-        channels=channels, units=units if r * s else 0, part=ceil(units, config.CLUSTER), stage_units=slot.units,
-        gradient=int(problem.direction == "dgrad"), pieces=slot.pieces, line_bytes=slot.line_bytes,
-        line_step=problem.weight_shape[1] * w_taps, line_threads=line_threads, lines_at_once=32 * WARPS // line_threads,
-        row_step=slot.row_step, channel_step=slot.channel_step, w_taps=w_taps, steps=slot.units * r * s, taps=r * s, taps_s=s,
-        tap_base=base, tap_step_r=-across_r if step_h < 0 else across_r, tap_step_s=-across_s if step_w < 0 else across_s,
-        step_h=abs(step_h), step_w=abs(step_w), pixels=count, images=problem.N, plane=size_h * size_w, q=size_w, stride_h=phase.stride[1],
-        stride_w=phase.stride[2], low_h=-phase.pad[1] + min(0, (r - 1) * step_h), low_w=-phase.pad[2] + min(0, (s - 1) * step_w), h=h,
-        w=w, x_image=channels * h * w, x_channel=h * w, flat=int(at.flat), positions=at.positions, chunks=ring_at // 128,
-        slot=at.slot, width=at.width, pitch=pitch, ring_at=ring_at, slot_bytes=slot.nbytes, x_at=slot.w_bytes, y_image=rows * p * q,
-        y_channel=p * q, out_base=out_base, out_h=out_h, out_w=out_w, **finish(problem),
+        FewPixelsPhase, problem, slot, at, tiles=tiles_m * ceil(count, config.BLOCK_N), tiles_m=tiles_m, warps_m=config.BLOCK_M // WARP_M,
+        units=units if r * s else 0, part=ceil(units, config.CLUSTER), stage_units=slot.units, gradient=int(problem.direction == "dgrad"),
+        line_step=problem.weight_shape[1] * w_taps, line_threads=line_threads, lines_at_once=32 * WARPS // line_threads, w_taps=w_taps,
+        steps=slot.units * r * s, taps=r * s, taps_s=s, tap_base=base, tap_step_r=-across_r if step_h < 0 else across_r,
+        tap_step_s=-across_s if step_w < 0 else across_s, step_h=abs(step_h), step_w=abs(step_w), pixels=count, images=problem.N,
+        plane=size_h * size_w, q=size_w, stride_h=phase.stride[1], stride_w=phase.stride[2], low_h=-phase.pad[1] + min(0, (r - 1) * step_h),
+        low_w=-phase.pad[2] + min(0, (s - 1) * step_w), chunks=ring_at // 128, pitch=pitch, ring_at=ring_at, slot_bytes=slot.nbytes,
+        x_at=slot.w_bytes, out_base=out_base, out_h=out_h, out_w=out_w,
     )  # fmt: skip
 
 
@@ -181,9 +165,6 @@ LEGAL = Tiles(
     ("what its pixels meet of all channels of a block does not fit into shared memory", lambda p, config: _tile(p, config) is not None),
     blocks=lambda p, config: _blocks(p, config), BLOCK_M=ROWS, BLOCK_N=COLUMNS, CLUSTER=CLUSTERS,
 )  # fmt: skip
-
-
-# ---- launches
 
 
 def schedule(problem: ConvProblem, config: FewPixels, device: Device, with_moments: bool = False) -> Schedule:
@@ -223,12 +204,9 @@ def _is_listed(d: Mapping[str, int]) -> bool:
     """Whether a kernel with these defines is ever launched."""
     if d["PHASES"] > 1 and (d["BLOCK_N"] != COLUMNS[0] or d["CLUSTER"] not in PHASED_CLUSTERS):
         return False
-    return d["PRODUCTS"] == 1 or d["TYPE"] == FLOAT
+    return is_multiplied(d)
 
 
-# ---- the choice
-
-COST = costs("mma.few_pixels")
 CHOSEN_ROWS = ROWS[:2]  # tiles of 128 channels were the fastest for none of 46 problems
 MOST_TILES = 132  # of the largest size: more pixels and channels fill the GPU without clusters
 

@@ -14,22 +14,17 @@ from typing import ClassVar
 from pycuda_conv.engines import packing
 from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing, filter_sizes, packed_key, packed_layout, row_blocks
 from pycuda_conv.engines.addressing import why_not as why_not_packed
-from pycuda_conv.engines.base import Config
-from pycuda_conv.engines.costs import costs
-from pycuda_conv.engines.geometry import arguments, by_axis, ceil
+from pycuda_conv.engines.base import Config, ConvProblem, VariantSet, costs, kernel_struct
+from pycuda_conv.engines.geometry import arguments, by_axis, ceil, finish
 from pycuda_conv.engines.hopper.ring import Ring
 from pycuda_conv.engines.limits import AMPERE, Takes, Tiles
-from pycuda_conv.engines.mma.common import SHARED_BYTES, product_rate
 from pycuda_conv.engines.packed_product import ARITHMETICS, arithmetic, assemble, tap_numbers, written_places, written_so
 from pycuda_conv.engines.packing import Operands, packs_filter_last
 from pycuda_conv.engines.packing_time import overhead
 from pycuda_conv.engines.range_guard import MomentsLayout
-from pycuda_conv.engines.schedule import FINISH, Schedule, finish, finish_constants
+from pycuda_conv.engines.schedule import FINISH, Schedule, finish_constants
 from pycuda_conv.engines.split_sum import splits
-from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.tensor_cores import FLOAT, limbs, products
-from pycuda_conv.engines.variants import VariantSet
-from pycuda_conv.problem import ConvProblem
+from pycuda_conv.engines.tensor_cores import FLOAT, SHARED_BYTES, limbs, product_rate, products
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch
 
 THREADS = 256
@@ -47,22 +42,13 @@ class ImplicitGemm80(Config):
     SPLIT: int = 1
 
     FORMER: ClassVar[Mapping[str, str]] = {"ROWS": "BLOCK_M", "PIXELS": "BLOCK_N"}
-
-    @property
-    def packs_images(self) -> bool:
-        """Always."""
-        return True
+    packs_images: ClassVar[bool] = True
 
 
-CONFIGS = (ImplicitGemm80,)
-LAYOUTS = "NCHW", "NHWC", "CNHW"
-RUNS_ON = AMPERE
-TENSOR_CORES = True
+CONFIGS, LAYOUTS, RUNS_ON, TENSOR_CORES, MOST_VARIANTS = (ImplicitGemm80,), ("NCHW", "NHWC", "CNHW"), AMPERE, True, {"cuda": 137}
 ORDER = ("SPLIT",)  # what the order of sums depends on
-MOST_VARIANTS = {"cuda": 137}
-
-
-# ---- what runs
+COST = costs("mma.gemm")
+GemmPhase = kernel_struct("mma_gemm", "GemmPhase")
 
 
 def _ring(config: ImplicitGemm80, limbs_each: int) -> Ring:
@@ -115,27 +101,15 @@ LEGAL = Tiles(
 )  # fmt: skip
 
 
-# ---- launches
-
-
 def adds_border(source: ConvProblem, problem: ConvProblem, config: ImplicitGemm80) -> bool:
     """Whether :func:`schedule` takes the image of `source`, whose border packing writes, for the wider one of `problem`."""
     return packing.adds_border(source, problem, windows=False)
 
 
-def schedule(problem: ConvProblem, config: ImplicitGemm80, device: Device, with_moments: bool = False) -> Schedule:
-    """The launches of `config`, which can run `problem`; they note no moments."""
-    return _launches_of(problem, config, device, with_moments)
-
-
-def schedule_with_border(source: ConvProblem, config: ImplicitGemm80, device: Device) -> Schedule:
-    """The launches of `config` for the :attr:`ConvProblem.padded` of `source`, which read its image: see :func:`adds_border`."""
-    return _launches_of(source.padded, config, device, source=source)
-
-
-def _launches_of(
+def schedule(
     problem: ConvProblem, config: ImplicitGemm80, device: Device, with_moments: bool = False, source: ConvProblem | None = None
 ) -> Schedule:
+    """The launches of `config`, which can run `problem`; they note no moments. Packing writes the border of `source`."""
     multiprocessors = device.multiprocessors
 
     def products(
@@ -151,9 +125,6 @@ def _launches_of(
     return replace(made, filter_last=assemble(problem, config.SPLIT, multiprocessors, products, filter_last=True, source=source).whole)
 
 
-GemmPhase = kernel_struct("mma_gemm", "GemmPhase")
-
-
 def _product(
     problem: ConvProblem, config: ImplicitGemm80, packed: PackedLayout, addressing: PhaseAddressing, buffers: tuple[BufferSlice, ...],
     x_tiles: int,
@@ -167,13 +138,11 @@ def _product(
         GemmPhase, tiles_m=tiles_m, splits=config.SPLIT, split_stages=ceil(ceil(math.prod(addressing.taps) * chunks, 4), config.SPLIT),
         tiles_pixels=tiles_pixels, chunks=math.prod(addressing.taps) * chunks, chunks_group=chunks, chunks_pixel=problem.groups * chunks,
         rows_group=rows // problem.groups, rows=rows, blocks_group=blocks, channel_blocks=channel_blocks,
-        w_block=_w_chunks(problem, packed), piece_bits=(packed.load // 8).bit_length() - 1,
-        x_limb=_x_chunks(problem, packed), **tap_numbers(packed, addressing),
-        **by_axis("size_", packed.size), **by_axis("stride_", addressing.stride), **by_axis("low_", addressing.low),
-        **by_axis("dilation_", addressing.dilation),
-        pixels=problem.N * plane, plane=plane, pq=phase.size[1] * row, q=row, **written_places(problem, phase),
-        out_part=math.prod(problem.result_shape), scaled=int(problem.dtype == "float32"), x_tiles=x_tiles,
-        **finish(problem, config.SPLIT > 1),
+        w_block=_w_chunks(problem, packed), piece_bits=(packed.load // 8).bit_length() - 1, x_limb=_x_chunks(problem, packed),
+        **tap_numbers(packed, addressing), **by_axis("size_", packed.size), **by_axis("stride_", addressing.stride),
+        **by_axis("low_", addressing.low), **by_axis("dilation_", addressing.dilation), pixels=problem.N * plane, plane=plane,
+        pq=phase.size[1] * row, q=row, **written_places(problem, phase), out_part=math.prod(problem.result_shape),
+        scaled=int(problem.dtype == "float32"), x_tiles=x_tiles, **finish(problem, config.SPLIT > 1),
     )
     defines = arithmetic(problem, phase, config.SPLIT > 1) | {"BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "STAGES": config.STAGES}
     grid, shared = _blocks(problem, config, addressing), config.STAGES * _ring(config, limbs(problem)).stage
@@ -218,14 +187,9 @@ def _is_listed(d: Mapping[str, int]) -> bool:
     return written_so(d) and (d["BLOCK_N"] < 256 or d["VEC"] == 4)
 
 
-# ---- the choice
-
-COST = costs("mma.gemm")
-
-
 def configs(problem: ConvProblem, device: Device) -> Iterator[ImplicitGemm80]:
     """The configurations worth comparing for `problem`; none on Hopper, whose own engine is faster."""
-    if device.capability == (9, 0) or TAKES.why_not(problem):
+    if device.capability == (9, 0):
         return
     packed, addressings = packed_layout(problem)
     steps = ceil(packed.group * math.prod(addressings[0].taps), STEP)

@@ -1,32 +1,26 @@
 """Grouped convolutions of channels-last arrays as they lie, on tensor cores (``cu/mma/grouped_nhwc.cu``).
 
-They are float16, bfloat16, and float32 with ``precision="tf32"``, and have few channels a group, or one group of few channels. A block
-takes neighbouring channels of several groups, and multiplies channels of other groups with zeros: memory bounds such layers, not
-arithmetic. Nothing is packed. One launch does everything, except for dgrad with more than four stride phases.
+They have few channels a group, or one group of few channels. A block takes neighbouring channels of several groups, and multiplies
+channels of other groups with zeros: memory bounds such layers, not arithmetic.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple
 
 from pycuda_conv.engines.addressing import MOST_PIXELS
-from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.base import Config, ConvProblem, Device, KernelLaunch, VariantSet, kernel_struct
 from pycuda_conv.engines.channel_units import MOST_STEPS, STEP, Units, chunks_read, cut, pitch, worth_it
 from pycuda_conv.engines.costs import costs, spread, together
 from pycuda_conv.engines.geometry import Phase, arguments, ceil, phases, row_major, too_many_phases
 from pycuda_conv.engines.limits import AMPERE, TWO_AXES, Takes, Tiles
-from pycuda_conv.engines.mma.common import SHARED_BYTES, product_rate
-from pycuda_conv.engines.schedule import OPERANDS, Schedule, finish, finish_constants
-from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.tensor_cores import ELEMENTS, why_not_one_product
-from pycuda_conv.engines.variants import VariantSet
-from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import Device, KernelLaunch
+from pycuda_conv.engines.schedule import OPERANDS, Schedule, finish_constants
+from pycuda_conv.engines.tensor_cores import ELEMENTS, SHARED_BYTES, product_rate, why_not_one_product
 
 THREADS = 256
 BLOCKS = 2   # that share a multiprocessor
@@ -47,15 +41,10 @@ class GroupedNhwc(Config):
     TILE_Q: int = 32
 
 
-CONFIGS = (GroupedNhwc,)
-LAYOUTS = ("NHWC",)
-RUNS_ON = AMPERE
-TENSOR_CORES = True
+CONFIGS, LAYOUTS, RUNS_ON, TENSOR_CORES, MOST_VARIANTS = (GroupedNhwc,), ("NHWC",), AMPERE, True, {"cuda": 12}
 ORDER = ()  # all sum alike
-MOST_VARIANTS = {"cuda": 12}
-
-
-# ---- what runs
+COST = costs("mma.grouped_nhwc")
+GroupedPhase = kernel_struct("grouped_nhwc", "GroupedPhase")
 
 
 def _few_steps(problem: ConvProblem) -> str | None:
@@ -64,9 +53,6 @@ def _few_steps(problem: ConvProblem) -> str | None:
     if units is None:
         return "it stores four channels at once"
     return None if units.steps <= MOST_STEPS else f"it takes at most {MOST_STEPS * STEP // problem.itemsize} channels of the input a group"
-
-
-# ---- channels
 
 
 def _units(problem: ConvProblem) -> Units | None:
@@ -86,9 +72,6 @@ def _unit_blocks(problem: ConvProblem, config: GroupedNhwc) -> int:
     units = _units(problem)
     assert units is not None
     return ceil(units.total, config.UNITS)
-
-
-# ---- pixels
 
 
 class _Axis(NamedTuple):
@@ -193,12 +176,6 @@ LEGAL = Tiles(
 )  # fmt: skip
 
 
-# ---- launches
-
-
-GroupedPhase = kernel_struct("grouped_nhwc", "GroupedPhase")
-
-
 def schedule(problem: ConvProblem, config: GroupedNhwc, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`; they note no moments."""
     shared = _shared_bytes(problem, config)
@@ -248,43 +225,33 @@ def _arguments(problem: ConvProblem, config: GroupedNhwc, w_strides: tuple[int, 
     group_step, row_step, channel_step, tap_step = w_strides
     width = problem.filter_size[2]
     return arguments(
-        GroupedPhase, unit_blocks=_unit_blocks(problem, config), blocks=blocks, tiles=_tiles(view, config),
-        tiles_p=ceil(down.size, config.TILE_P), tiles_q=ceil(right.size, config.TILE_Q), units=config.UNITS,
-        unit_groups=units.groups, units_group=units.a_group, groups=groups,
-        read=problem.operand_channels // groups, written=problem.result_channels // groups, steps=units.steps, chunks=chunks,
-        pitch=pitch(chunks), images=config.IMAGES, rows=config.TILE_P, columns=config.TILE_Q, tile_h=tile_h, tile_w=tile_w,
-        rows_x=config.IMAGES * tile_h, jobs_q=jobs_q, jobs=jobs_q * config.TILE_P // ROWS, n=view.images, c=problem.operand_channels,
-        h=view.operand[0], w=view.operand[1], pixel=problem.operand_channels * problem.itemsize // 16, stride_h=down.stride,
-        stride_w=right.stride, low_h=down.low, low_w=right.low, dilation_h=down.dilation, dilation_w=right.dilation,
-        taps=down.taps * right.taps, tap_r=down.taps, tap_s=right.taps, tap_base=down.base * width + right.base,
-        tap_step_r=down.step * width, tap_step_s=right.step, group_step=group_step, row_step=row_step, channel_step=channel_step,
-        tap_step=tap_step, k=problem.result_channels, p=down.size, q=right.size, out_size=math.prod(problem.result_size),
-        out_base=phase.origin[1] * row + phase.origin[2], out_h=phase.step[1] * row, out_w=phase.step[2],
-        next_row=phase.step[1] * row * problem.result_channels, mixed=int(units.mixed), **finish(problem),
+        GroupedPhase, problem, units, unit_blocks=_unit_blocks(problem, config), blocks=blocks, tiles=_tiles(view, config),
+        tiles_p=ceil(down.size, config.TILE_P), tiles_q=ceil(right.size, config.TILE_Q), units=config.UNITS, unit_groups=units.groups,
+        units_group=units.a_group, groups=groups, chunks=chunks, pitch=pitch(chunks), images=config.IMAGES, rows=config.TILE_P,
+        columns=config.TILE_Q, tile_h=tile_h, tile_w=tile_w, rows_x=config.IMAGES * tile_h, jobs_q=jobs_q,
+        jobs=jobs_q * config.TILE_P // ROWS, n=view.images, h=view.operand[0], w=view.operand[1],
+        pixel=problem.operand_channels * problem.itemsize // 16, stride_h=down.stride, stride_w=right.stride, low_h=down.low,
+        low_w=right.low, dilation_h=down.dilation, dilation_w=right.dilation, taps=down.taps * right.taps, tap_r=down.taps,
+        tap_s=right.taps, tap_base=down.base * width + right.base, tap_step_r=down.step * width, tap_step_s=right.step,
+        group_step=group_step, row_step=row_step, channel_step=channel_step, tap_step=tap_step, p=down.size, q=right.size,
+        out_size=math.prod(problem.result_size), out_base=phase.origin[1] * row + phase.origin[2], out_h=phase.step[1] * row,
+        out_w=phase.step[2], next_row=phase.step[1] * row * problem.result_channels,
     )  # fmt: skip
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each type, and for each number of filter rows that share loads."""
     choices = {"TYPE": tuple(ELEMENTS.values()), "TAPS_R": (1, UNROLLED), "STRIDE_H": (1, 2), "PHASES": (1, PHASES)}
-    yield VariantSet("grouped_nhwc", choices, _is_listed)
+    yield VariantSet("grouped_nhwc", choices, lambda d: d["PHASES"] == 1 if d["TAPS_R"] == UNROLLED else d["STRIDE_H"] == 1)
 
 
-def _is_listed(d: Mapping[str, int]) -> bool:
-    """Whether a kernel with these defines is ever launched."""
-    return d["PHASES"] == 1 if d["TAPS_R"] == UNROLLED else d["STRIDE_H"] == 1
-
-
-# ---- the choice
-
-COST = costs("mma.grouped_nhwc")
 HEIGHTS, WIDEST, IMAGES = (4, 8, 12, 16), 64, (2, 4, 7, 8)  # rows, most columns of an image, and images of tiles
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[GroupedNhwc]:
     """The configurations worth comparing for `problem`: tiles that cut rows and columns evenly."""
     units = _units(problem)
-    if TAKES.why_not(problem) or units is None or not worth_it(units, problem.groups):
+    if units is None or not worth_it(units, problem.groups):
         return
     view = max(_views(problem), key=lambda one: one.down.taps * one.right.taps)
     p, q = view.down.size, view.right.size

@@ -13,12 +13,11 @@ from pycuda_conv.engines.addressing import MOST_PIXELS
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.channel_units import MOST_STEPS, STEP, Units, chunks_read, chunks_written, cut, pitch, worth_it
 from pycuda_conv.engines.costs import costs, spread
-from pycuda_conv.engines.geometry import arguments, ceil, forward_of
+from pycuda_conv.engines.geometry import arguments, ceil, even_parts, forward_of
 from pycuda_conv.engines.limits import AMPERE, HALVES, NOT_EMPTY, TWO_AXES, Takes, Tiles
-from pycuda_conv.engines.mma.common import SHARED_BYTES, product_rate
 from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Schedule
 from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF
+from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF, SHARED_BYTES, product_rate
 from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
@@ -153,19 +152,16 @@ def _arguments(problem: ConvProblem, config: GroupedWgrad) -> Any:
     """The kernel's arguments."""
     forward, units, (unit_blocks, tap_blocks) = forward_of(problem), _units(problem), _blocks(problem, config)
     assert units is not None
-    (_, h, w), (_, p, q), (tile_h, tile_w) = forward.input_size, forward.output_size, _tile_size(problem, config)
-    (_, stride_h, stride_w), (_, dilation_h, dilation_w), (_, pad_h, pad_w) = forward.stride, forward.dilation, forward.padding_before
+    (_, p, q), (tile_h, tile_w) = forward.output_size, _tile_size(problem, config)
     jobs, chunks_x, chunks_y = config.UNITS * units.steps, chunks_read(units, config.UNITS), chunks_written(units, config.UNITS)
     return arguments(
-        GroupedWgradArguments, unit_blocks=unit_blocks, tap_blocks=tap_blocks, parts=config.PARTS, tiles=_tiles(problem, config),
-        tiles_p=ceil(p, config.TILE_P), tiles_q=ceil(q, config.TILE_Q), units=config.UNITS, unit_groups=units.groups,
-        units_group=units.a_group, groups=forward.groups, read=units.read, written=units.written, units_all=units.total, steps=units.steps,
-        jobs=jobs, beside=WARPS // jobs, images=config.IMAGES, rows=config.TILE_P, columns=config.TILE_Q,
-        columns_all=config.IMAGES * config.TILE_Q, chunks_y=chunks_y, pitch_y=pitch(chunks_y), rows_y=config.IMAGES * config.TILE_P,
-        chunks_x=chunks_x, pitch_x=pitch(chunks_x), rows_x=config.IMAGES * tile_h, tile_h=tile_h, tile_w=tile_w, n=forward.N, h=h, w=w,
-        pixel_x=forward.C // 8, p=p, q=q, pixel_y=forward.K // 8, stride_h=stride_h, stride_w=stride_w, pad_h=pad_h, pad_w=pad_w,
-        dilation_h=dilation_h, dilation_w=dilation_w, taps=math.prod(forward.filter_size), tap_s=forward.filter_size[2],
-        size=math.prod(problem.result_shape),
+        GroupedWgradArguments, forward, units, unit_blocks=unit_blocks, tap_blocks=tap_blocks, parts=config.PARTS,
+        tiles=_tiles(problem, config), tiles_p=ceil(p, config.TILE_P), tiles_q=ceil(q, config.TILE_Q), units=config.UNITS,
+        unit_groups=units.groups, units_group=units.a_group, groups=forward.groups, units_all=units.total, jobs=jobs, beside=WARPS // jobs,
+        images=config.IMAGES, rows=config.TILE_P, columns=config.TILE_Q, columns_all=config.IMAGES * config.TILE_Q, chunks_y=chunks_y,
+        pitch_y=pitch(chunks_y), rows_y=config.IMAGES * config.TILE_P, chunks_x=chunks_x, pitch_x=pitch(chunks_x),
+        rows_x=config.IMAGES * tile_h, tile_h=tile_h, tile_w=tile_w, pixel_x=forward.C // 8, pixel_y=forward.K // 8,
+        tap_s=forward.filter_size[2], size=math.prod(problem.result_shape),
     )  # fmt: skip
 
 
@@ -182,8 +178,6 @@ HEIGHTS, WIDEST, IMAGES = (2, 4, 8), 64, (2, 4, 7, 8)  # rows, most columns of a
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[GroupedWgrad]:
     """The configurations worth comparing for `problem`: tiles that cut rows and columns evenly, and as many parts as fill the GPU."""
-    if TAKES.why_not(problem):
-        return
     forward, units, (_, p, q) = forward_of(problem), _units(problem), problem.filter_size
     images = forward.N
     assert units is not None
@@ -196,8 +190,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[GroupedWgrad]:
         config = GroupedWgrad(count, together, rows, columns)
         if (count == 1 or count < 2 * units.total) and LEGAL.refusal(problem, config) is None:
             tiles, filling = _tiles(problem, config), max(BLOCKS * device.multiprocessors // math.prod(_blocks(problem, config)), 1)
-            for wanted in sorted({1, ceil(filling, 2), filling}):
-                yield replace(config, PARTS=ceil(tiles, ceil(tiles, min(wanted, tiles))))
+            yield from (replace(config, PARTS=parts) for parts in even_parts(tiles, (1, ceil(filling, 2), filling)))
 
 
 def time(problem: ConvProblem, config: GroupedWgrad, device: Device) -> float:

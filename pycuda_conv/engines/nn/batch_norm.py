@@ -28,6 +28,8 @@ THREADS = 128
 ADDING_THREADS = 1024
 #: Slices that such a thread adds, if there are enough of them; and the fewest and most threads that share the slices of a column.
 ADDED, LANES = 8, (32, 512)
+#: Where a convolution noted so many slices, the blocks of a cluster share them, and a block's threads read so many channels side by side.
+MANY_SLICES, CLUSTER, BESIDE = 2048, 8, 8
 #: Blocks of an array for each multiprocessor. With channels last they are as many as run at once, by the threads' registers; where threads
 #: need more, fewer. One block more would run when all others have ended.
 BLOCKS, FEWER_BLOCKS = {"NCHW": 16, "NHWC": 6}, {"NCHW": 16, "NHWC": 5}
@@ -66,11 +68,23 @@ class Pixels:
         return 8 if self.dtype == "float64" else 4
 
     @property
+    def items(self) -> int:
+        """How many items a thread loads at once there are."""
+        return self.N * self.K * self.plane // self.item
+
+    @property
+    def item(self) -> int:
+        """Elements of an item: neighbours of a plane, or channels of a pixel."""
+        neighbours = self.K if self.channels_last else self.plane
+        widest = 8 if self.dtype in HALVES else 4  # loads of 16 bytes; of 32 in float64
+        return next(width for width in (widest, 4, 1) if neighbours % width == 0)
+
+    @property
     def whole(self) -> bool:
         """Whether one block takes all of a channel, so that a pass is one launch: of :func:`statistics`, :func:`whole_forward` and
         :func:`backward`."""
         most = MOST_WHOLE if self.K >= MANY_CHANNELS else MOST_WHOLE // 2
-        return not self.channels_last and self.N * self.plane <= most * _vector(self) and not _index_64(self)
+        return not self.channels_last and self.N * self.plane <= most * self.item and not _index_64(self)
 
 
 BatchNormShape = kernel_struct("batch_norm", "BatchNormShape")
@@ -89,14 +103,14 @@ class _Cut:
     @classmethod
     def of_channels(cls, pixels: Pixels) -> _Cut:
         """One block for each channel, in NCHW."""
-        vector = _vector(pixels)
+        vector = pixels.item
         total = pixels.N * pixels.plane // vector
         return cls(pixels, vector, pixels.K, total, total)
 
     @classmethod
     def of(cls, pixels: Pixels, multiprocessors: int, each: dict[str, int] = BLOCKS) -> _Cut:
         """About so many blocks for `each` multiprocessor, by the layout."""
-        vector = _vector(pixels)
+        vector = pixels.item
         if pixels.channels_last:
             columns = pixels.K // vector
             tiles = -(-columns // 32)
@@ -147,23 +161,12 @@ class _Cut:
         self, kernel: str, columns: int, slices: int, buffers: tuple[BufferSlice, ...], *scalars: int, with_moments: bool = False
     ) -> KernelLaunch:
         """A launch that adds the slices of each column."""
+        shared = with_moments and slices >= MANY_SLICES
         wanted = 1 << (ceil(slices, ADDED) - 1).bit_length()
-        beside = ADDING_THREADS // min(max(wanted, LANES[0]), LANES[1])
-        return self.step_of_channels(kernel, ceil(columns, beside), buffers, *scalars, beside, with_moments=with_moments)
-
-    def step_of_channels(
-        self, kernel: str, blocks: int, buffers: tuple[BufferSlice, ...], *scalars: int, with_moments: bool = False
-    ) -> KernelLaunch:
-        """A launch that works on per-channel values, or on one value of each channel and slice."""
-        defines = self._defines(ADDING_THREADS) | {"WITH_MOMENTS": int(with_moments)}
-        return KernelLaunch(kernel, defines, blocks, ADDING_THREADS, buffers, scalars, "batch_norm")
-
-
-def _vector(pixels: Pixels) -> int:
-    """Elements of an item."""
-    neighbours = pixels.K if pixels.channels_last else pixels.plane
-    widest = 8 if pixels.dtype in HALVES else 4  # loads of 16 bytes; of 32 in float64
-    return next(width for width in (widest, 4, 1) if neighbours % width == 0)
+        beside = BESIDE if shared else ADDING_THREADS // min(max(wanted, LANES[0]), LANES[1])
+        cluster = CLUSTER if shared else 1
+        defines = self._defines(ADDING_THREADS) | {"WITH_MOMENTS": int(with_moments), "CLUSTER": cluster}
+        return KernelLaunch(kernel, defines, ceil(columns, beside) * cluster, ADDING_THREADS, buffers, (*scalars, beside), "batch_norm")
 
 
 def _index_64(pixels: Pixels) -> bool:
@@ -172,7 +175,7 @@ def _index_64(pixels: Pixels) -> bool:
 
 
 #: The most texts, as an engine says it.
-MOST_VARIANTS = {"cuda": 67, "opencl": 24}
+MOST_VARIANTS = {"cuda": 73, "opencl": 24}
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
@@ -184,10 +187,10 @@ def variants(device: Device) -> Iterator[VariantSet]:
         yield VariantSet("batch_norm", common | arrays | {"VEC": (1, 4)})
         yield VariantSet("batch_norm", common | arrays | of_halves | {"VEC": (8,)})
     adding = common | {"THREADS": (ADDING_THREADS,)}
-    yield VariantSet("batch_norm", adding | {"WITH_MOMENTS": (0,)})
+    yield VariantSet("batch_norm", adding | {"WITH_MOMENTS": (0,), "CLUSTER": (1,)})
     if device.backend == "cuda" and device.capability >= (9, 0):  # whose tensor-core kernels note moments
         of_tensor_cores = {"DTYPE": (*of_halves["DTYPE"], DTYPE_CODES["float32"])}
-        yield VariantSet("batch_norm", adding | of_tensor_cores | {"WITH_MOMENTS": (1,)})
+        yield VariantSet("batch_norm", adding | of_tensor_cores | {"WITH_MOMENTS": (1,), "CLUSTER": (1, CLUSTER)})
 
 
 def _finishes(device: Device) -> tuple[dict[str, tuple[int, ...]], ...]:
@@ -238,8 +241,7 @@ def statistics(
 
 
 def takes(activation: Activation, residual: bool) -> bool:
-    """Whether :func:`forward` and :func:`backward` can do this. With a residual they need the result to tell the activation's mask, as for
-    ReLU."""
+    """Whether :func:`forward` and :func:`backward` can do this. With a residual the activation's derivative has to be a mask, as ReLU's."""
     return not residual or activation in (None, "relu")
 
 
@@ -248,10 +250,11 @@ def forward(
 ) -> tuple[Sequence[KernelLaunch], int]:
     """The normalised y, plus a residual if `residual` is set, and the activation.
 
-    Buffers: y, mean, invstd, gamma or None, beta or None, residual or None | out.
+    Buffers: y, mean, invstd, gamma or None, beta or None, residual or None | out, mask or None. With a residual, the mask gets where out is
+    above 0: :attr:`Pixels.items` bytes, of each item's values a bit.
     """
     cut = _Cut.of(pixels, multiprocessors)
-    return (cut.activating_step("batch_norm_forward", (0, 1, 2, 3, 4, 5, 6), activation, residual=residual),), 0
+    return (cut.activating_step("batch_norm_forward", tuple(range(8)), activation, residual=residual),), 0
 
 
 def whole_forward(
@@ -260,10 +263,10 @@ def whole_forward(
     """:func:`statistics` and :func:`forward` in one launch, for pixels that are :attr:`Pixels.whole`.
 
     Buffers: y, num_batches_tracked or None, gamma or None, beta or None, residual or None | mean, invstd, running_mean or None,
-    running_var or None, num_batches_tracked or None, out.
+    running_var or None, num_batches_tracked or None, out, mask or None.
     """
     cut, args = _Cut.of_channels(pixels), (bits(eps, pixels.sum_bytes), bits(momentum, pixels.sum_bytes))
-    places = (0, 1, 5, 6, 7, 8, 9, 2, 3, 4, 10)
+    places = (0, 1, 5, 6, 7, 8, 9, 2, 3, 4, 10, 11)
     return (cut.activating_step("batch_norm_whole_forward", places, activation, *args, residual=residual),), 0
 
 
@@ -272,9 +275,9 @@ def backward(
 ) -> tuple[Sequence[KernelLaunch], int]:
     """The gradients of :func:`forward`; `of_batch` if mean and invstd are those of y itself, not given ones.
 
-    Buffers: y, dout, mean, invstd, gamma or None, beta or None, out or None | dy, sums, masked or None | workspace. `sums` are 2 K: beta's
-    gradient, then gamma's. With a residual and ReLU the mask is read off `out`, and `masked` is the residual's gradient: dout where
-    out is above 0. Without ReLU the residual's gradient is dout itself, and neither array exists.
+    Buffers: y, dout, mean, invstd, gamma or None, beta or None, mask or None | dy, sums, masked or None | workspace. `sums` are 2 K: beta's
+    gradient, then gamma's. With a residual and ReLU there is the mask of :func:`forward`, and `masked` is the residual's gradient: dout
+    where the mask says so. Without ReLU the residual's gradient is dout itself, and neither array exists.
     """
     summed = residual and activation is not None
     if pixels.whole:

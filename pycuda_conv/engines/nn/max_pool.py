@@ -68,9 +68,10 @@ class Pool:
     def _vector(self) -> int:
         return _max_stages_of(self.dtype) if self.layout == "NHWC" else 1
 
-    def _launch(self, kernel: str, buffers: tuple[int, ...], made: tuple[int, int, int, int]) -> KernelLaunch:
+    def _launch(self, kernel: str, buffers: tuple[int, ...], made: tuple[int, ...]) -> KernelLaunch:
+        """The launch of a `kernel` that has a thread for each of the places `made`, down and across."""
         (n, c, h, w), (*_, p, q) = self.shape, self.result_shape
-        (_, _, down, across), last = made, self.layout == "NHWC"
+        (down, across), last = made[-2:], self.layout == "NHWC"
         groups = c // self._vector if last else 1
         threads = n * c // self._vector * down * across
         args = arguments(
@@ -91,6 +92,9 @@ class Pool:
         """Buffers: y's gradient, the taps of maxima | x's gradient."""
         if self.mean:
             return self._launch("mean_pool_backward", (0, 1), self.shape)
+        if (self.taps, self.stride, self.dilation) == ((3, 3), (2, 2), (1, 1)):
+            twos = tuple(ceil(n + pad, 2) for n, pad in zip(self.shape[2:], self.padding, strict=True))
+            return self._launch("max_pool_backward_of_twos", (0, 1, 2), twos)
         return self._launch("max_pool_backward", (0, 1, 2), self.shape)
 
 

@@ -7,10 +7,9 @@ alone, so a batch's size changes no bit of its statistics.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
 
 from pycuda_conv.arguments import ACTIVATIONS
 from pycuda_conv.engines.geometry import bits, ceil, divider
@@ -40,20 +39,16 @@ FINISH_THREADS, PARTS = (128, 256, 512, 1024), 8
 LEAST_BYTES = 32
 
 
-class Limits(NamedTuple):
-    """What a GPU bears: blocks of a cluster, and bytes of shared memory of a block."""
-
-    clusters: tuple[int, ...] = (1, 2, 4, 8)
-    nbytes: int = 200 << 10
-
-
-LIMITS = Limits()
+#: Blocks of a cluster; on GPUs before Hopper one.
+CLUSTERS = (1, 2, 4, 8)
 #: Bytes that a thread reads at once below which `SMALL` takes no larger image than this.
 NARROW, MOST_NARROW = 8, 64 << 10
-#: Most bytes that a block of `SMALL` keeps in shared memory, and how many a cluster of more blocks should leave to each.
+#: Most bytes that :data:`THREADS` of `SMALL` keep in shared memory, and how many a cluster of more blocks should leave to so many.
 MOST_BYTES, ENOUGH_BYTES = 32 << 10, 16 << 10
-#: Items of a thread that has a part of a row, and threads of a block: these for longer rows.
-ROW_ITEMS, LONG_THREADS, LONG_ITEMS = 4, 1024, 4
+#: Threads of a block of `SMALL`. Blocks of clusters begin one after the other, 19 ns each (H200), so there should be few.
+SMALL_THREADS = 1024, 512, 256
+#: Items of a thread that has a part of a row, threads of a block for longer rows, and blocks of a multiprocessor that take all rows.
+ROW_ITEMS, LONG_THREADS, ROW_BLOCKS = 4, 1024, 6
 
 SMALL, ROWS, PLANES, SLICED_ROWS = "small", "rows", "planes", "sliced rows"
 
@@ -117,10 +112,11 @@ class Norm:
 
 @dataclass(frozen=True)
 class Small:
-    """How one launch takes small planes: neighbours that a thread reads, columns of a block, blocks of a cluster, bytes kept."""
+    """How one launch takes small planes: neighbours of a thread, columns and threads of a block, blocks of a cluster, bytes of a block."""
 
     vector: int
     across: int
+    threads: int
     cluster: int
     nbytes: int
 
@@ -141,8 +137,8 @@ def _power(n: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def small_of(norm: Norm, limits: Limits = LIMITS) -> Small | None:
-    """How one launch takes a norm with the channels last; None if it does not fit."""
+def small_of(norm: Norm, clusters: tuple[int, ...] = CLUSTERS, sizes: tuple[int, ...] = (THREADS,)) -> Small | None:
+    """How one launch takes a norm with the channels last, by blocks of one of some `sizes`, the largest first; None if it does not fit."""
     vector = vector_of(norm.each, norm.itemsize)
     own = norm.each // vector
     if norm.in_rows or own > MOST_COLUMNS:
@@ -157,11 +153,17 @@ def small_of(norm: Norm, limits: Limits = LIMITS) -> Small | None:
                 break
     width = _power(across)
 
-    def kept(cluster: int) -> int:
-        return ceil(ceil(norm.P, cluster), THREADS // width) * THREADS * vector * norm.itemsize
+    def kept(cluster: int, threads: int) -> int:
+        return ceil(ceil(norm.P, cluster), threads // width) * threads * vector * norm.itemsize
 
-    cluster = next((n for n in limits.clusters[::-1] if kept(n) >= ENOUGH_BYTES), 1)
-    return Small(vector, across, cluster, kept(cluster)) if kept(cluster) <= MOST_BYTES else None
+    def enough(threads: int) -> int:
+        return next((n for n in clusters[::-1] if kept(n, threads) >= ENOUGH_BYTES * threads // THREADS), 0)
+
+    if kept(enough(THREADS) or 1, THREADS) > MOST_BYTES:
+        return None
+    threads = next((n for n in sizes if enough(n)), THREADS)
+    cluster = enough(threads) or 1
+    return Small(vector, across, threads, cluster, kept(cluster, threads))
 
 
 @dataclass(frozen=True)
@@ -238,49 +240,47 @@ class Cut:
         }  # fmt: skip
 
 
-def form_of(norm: Norm, limits: Limits = LIMITS) -> str:
+def form_of(norm: Norm, clusters: tuple[int, ...] = CLUSTERS) -> str:
     """The form in which a norm is computed: by one image's sizes alone."""
     if norm.in_rows:
-        return ROWS if rows_of(norm, limits) else SLICED_ROWS
-    return SMALL if small_of(norm, limits) else PLANES
+        return ROWS if rows_of(norm) else SLICED_ROWS
+    return SMALL if small_of(norm, clusters) else PLANES
 
 
 @lru_cache(maxsize=1024)
-def rows_of(norm: Norm, limits: Limits = LIMITS) -> tuple[int, int, int] | None:
-    """Neighbours that a thread reads, threads of a row and items of a thread, if a row is taken by one block; else None."""
+def rows_of(norm: Norm) -> tuple[int, int] | None:
+    """Neighbours that a thread reads and threads of a row, if a row is taken by one block; else None."""
     length = norm.each * norm.P
     vector = vector_of(length, norm.itemsize)
     count = length // vector
     threads = _power(ceil(count, ROW_ITEMS))
     if threads > THREADS:
         threads = LONG_THREADS
-    items = ceil(count, threads)
-    fits = items <= LONG_ITEMS and items * threads * vector * norm.itemsize <= limits.nbytes
-    return (vector, threads, items) if fits else None
+    return (vector, threads) if count <= ROW_ITEMS * threads else None
 
 
-def forward(norm: Norm, multiprocessors: int, form: str = "", limits: Limits = LIMITS) -> tuple[list[KernelLaunch], int]:
+def forward(norm: Norm, multiprocessors: int, form: str = "", clusters: tuple[int, ...] = CLUSTERS) -> tuple[list[KernelLaunch], int]:
     """The launches of a norm, and the bytes of workspace that they need.
 
     Buffers: x, gamma or None, beta or None, added or None | out, stats or None | workspace. What is added is (N, C), of the arrays' type,
     where the channels are last. Stats are mean and 1 / sqrt(variance + eps) of each group,
     float32, (N, groups, 2); `PLANES` and `SLICED_ROWS` need them.
     """
-    form = form or form_of(norm, limits)
+    form = form or form_of(norm, clusters)
     of_rows, of_planes = (0, 1, 2, 4, 5), (0, 1, 2, 3, 4, 5)
     if form == SMALL:
-        small = small_of(norm, limits)
+        small = small_of(norm, clusters, SMALL_THREADS)
         assert small is not None
-        cut = Cut.of_small(norm, small)
-        defines, grid = cut.defines() | {"CLUSTER": small.cluster}, norm.N * cut.tiles * small.cluster
-        return [KernelLaunch("norm_small", defines, grid, THREADS, of_planes, (), shared=small.nbytes, arguments=cut.shape())], 0
+        cut, threads = Cut.of_small(norm, small), small.threads
+        defines, grid = cut.defines(threads) | {"CLUSTER": small.cluster}, norm.N * cut.tiles * small.cluster
+        return [KernelLaunch("norm_small", defines, grid, threads, of_planes, (), shared=small.nbytes, arguments=cut.shape())], 0
     if form == ROWS:
-        found = rows_of(norm, limits)
+        found = rows_of(norm)
         assert found is not None
-        vector, width, items = found
+        vector, width = found
         cut, threads = Cut(norm, vector, width, 1, 1, 1), max(THREADS, width)
-        grid, kept = ceil(norm.N * norm.groups, threads // width), items * threads * vector * norm.itemsize
-        return [KernelLaunch("norm_rows", cut.defines(threads), grid, threads, of_rows, (), shared=kept, arguments=cut.shape_of_rows())], 0
+        grid = min(ceil(norm.N * norm.groups, threads // width), ROW_BLOCKS * multiprocessors)
+        return [KernelLaunch("norm_rows", cut.defines(threads), grid, threads, of_rows, (), arguments=cut.shape_of_rows())], 0
     rows = norm.N * norm.groups
     if form == PLANES:
         cut, applied = _cuts_of_planes(norm, multiprocessors)
@@ -333,13 +333,13 @@ def _layer_of(norm: Norm) -> tuple[int, int] | None:
     return (vector, threads) if threads <= THREADS else None
 
 
-def backward(norm: Norm, multiprocessors: int, form: str = "", limits: Limits = LIMITS) -> tuple[list[KernelLaunch], int]:
+def backward(norm: Norm, multiprocessors: int, form: str = "", clusters: tuple[int, ...] = CLUSTERS) -> tuple[list[KernelLaunch], int]:
     """The launches of a norm's gradients, and the bytes of workspace that they need.
 
     Buffers: x, dout, stats, gamma or None, beta or None, more or None | dx, gamma's gradient or None, beta's or None | workspace. The
     gradients of parameters are float32 where these are. `more` is added to dx, but where :func:`adds_more` says no.
     """
-    file, small = "norm_gradients", small_of(norm, limits)
+    file, small = "norm_gradients", small_of(norm, clusters)
     narrow = small is not None and small.cluster > NARROW_CLUSTER and small.vector * norm.itemsize < VECTOR_BYTES
     if (form or (SMALL if small and not narrow else PLANES)) == SMALL:
         assert small is not None
@@ -381,22 +381,20 @@ def backward(norm: Norm, multiprocessors: int, form: str = "", limits: Limits = 
     ], parts + sums + norm.N * norm.groups * 8
 
 
-def _limits(device: Device) -> Limits:
-    if device.capability >= (9, 0):
-        return LIMITS
-    return Limits((1,), (96 if device.capability >= (8, 0) else 48) << 10)
+def _clusters(device: Device) -> tuple[int, ...]:
+    return CLUSTERS if device.capability >= (9, 0) else (1,)
 
 
 def is_whole(norm: Norm, device: Device) -> bool:
     """Whether the norm is one launch, which needs no stats."""
-    return form_of(norm, _limits(device)) in (SMALL, ROWS)
+    return form_of(norm, _clusters(device)) in (SMALL, ROWS)
 
 
 def steps_for(norm: Norm, device: Device, form: str = "", gradient: bool = False) -> tuple[list[KernelLaunch], int]:
     """The launches for `device` of a norm, or of its gradients."""
     if gradient:
-        return backward(norm, device.multiprocessors, form, _limits(device))
-    return forward(norm, device.multiprocessors, form, _limits(device))
+        return backward(norm, device.multiprocessors, form, _clusters(device))
+    return forward(norm, device.multiprocessors, form, _clusters(device))
 
 
 @lru_cache(maxsize=1024)
@@ -407,17 +405,22 @@ def compiled(norm: Norm, device: Device, form: str = "", gradient: bool = False)
 
 
 #: The most texts, as an engine says it.
-MOST_VARIANTS = {"cuda": 96}
+MOST_VARIANTS = {"cuda": 104}
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
     """The texts of the kernels, by types, numbers that a thread reads at once, and forms of blocks."""
-    clusters = _limits(device).clusters
+    clusters = _clusters(device)
     for dtype, vectors in (("float32", (4, 1)), ("float16", (8, 4, 1)), ("bfloat16", (8, 4, 1))):
         common = {"TYPE": (DTYPE_CODES[dtype],), "VEC": vectors}
         alone = common | {"THREADS": (THREADS,)}
         yield VariantSet("norm_planes", alone)
         yield VariantSet("norm_gradients", alone)
-        yield VariantSet("norm_small", alone | {"CLUSTER": clusters})
+        yield VariantSet("norm_small", common | {"THREADS": SMALL_THREADS, "CLUSTER": clusters[:3]}, _is_launched)
         yield VariantSet("norm_small_gradients", alone | {"CLUSTER": clusters})
         yield VariantSet("norm_rows", common | {"THREADS": (THREADS, LONG_THREADS)})
+
+
+def _is_launched(d: Mapping[str, int]) -> bool:
+    """Whether a norm of small planes is ever launched with these defines: clusters are of the largest blocks."""
+    return d["CLUSTER"] == 1 or d["THREADS"] == SMALL_THREADS[0]

@@ -12,26 +12,33 @@ from pycuda_conv import repeat
 from pycuda_conv.arrays import torch_internals
 from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.nn.autograd import CONV, _is_batched, _traced, activated, call_operator, lying_as, without_gaps
-from pycuda_conv.nn.fused.launches import _LayerSpec, _order, _were_written
+from pycuda_conv.nn.fused.launches import _is_above, _LayerSpec, _order, _were_written
 from pycuda_conv.nn.fused.repeat import _again, _backward, _backward_again
 
 
 def _save(
-    ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, y: Tensor, out: Tensor | None,
+    ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, y: Tensor, above: Tensor | None,
     statistics: Tensor, spec: _LayerSpec,
 ) -> None:
-    ctx.layer = spec, None if bias is None else bias.dtype, TORCH.on_gpu(y) and torch_internals.packing_hooks(True) is None
-    ctx.save_for_backward(x, weight, gamma, beta, y, out, statistics, None if spec.of_batch else bias)
+    """Keep what the gradients need. `above` is, behind a residual and ReLU, the mask that the kernels wrote, or the layer's result."""
+    own_y = TORCH.on_gpu(y) and torch_internals.packing_hooks(True) is None
+    ctx.layer = spec, None if bias is None else bias.dtype, own_y, None if own_y else (_order(y),)
+    ctx.save_for_backward(x, weight, gamma, beta, y, above, statistics, None if spec.of_batch else bias)
 
 
 def _gradients(ctx: Any, dout: Tensor, added: Tensor | None = None) -> tuple[Tensor | None, ...]:
     """The gradients by x, weight, bias, gamma, beta and a residual, whether there is one or not. `added` is added to the first."""
-    x, weight, gamma, beta, y, out, statistics, bias = ctx.saved_tensors
+    x, weight, gamma, beta, y, mask, statistics, bias = ctx.saved_tensors
     of_x, of_weight, of_bias, of_gamma, of_beta, *_ = ctx.needs_input_grad
-    (spec, bias_dtype, own_y), given = ctx.layer, (dout, x, weight, gamma, beta, y, out, statistics, of_x, of_weight)
+    spec, bias_dtype, own_y, lay = ctx.layer
     twice = torch.is_grad_enabled()
     if twice and not (_traced(x, weight, gamma, beta, dout) or _is_batched(dout)):
         return _differentiable_gradients(ctx, dout, added, bias)
+    if mask is not None and mask.dtype is not torch.uint8:  # the layer's result
+        dout, mask, spec = _masked(dout, mask, y), None, spec._replace(activation=None)
+    elif mask is not None and lay is not None:  # hooks may give y back in another order
+        y = lying_as(y, *lay)
+    given = dout, x, weight, gamma, beta, y, mask, statistics, of_x, of_weight
     spent = own_y and not twice and not torch_internals.keeps_graph()
     made = None if twice else _backward_again(*given, spec, added, spent)
     if made is None and not (twice or _traced(x, weight, gamma, beta, dout) or _is_batched(dout)):
@@ -40,8 +47,8 @@ def _gradients(ctx: Any, dout: Tensor, added: Tensor | None = None) -> tuple[Ten
             dout, given = dense, (dense, *given[1:])
             made = _backward_again(*given, spec, added, spent)
     if made is None and (twice or _traced(x, weight, gamma, beta, dout) or _is_batched(dout)):
-        if out is not None:
-            dout, spec = _masked(dout, out), spec._replace(activation=None)
+        if mask is not None:
+            dout, spec = _masked(dout, mask, y), spec._replace(activation=None)
         dout = lying_as(dout, _order(y))
         dx, dweight, sums = _FirstDerivatives.apply(
             dout, x, weight, gamma, beta, y, statistics, of_x, of_weight, spec.in_integers()
@@ -64,11 +71,11 @@ def _gradients(ctx: Any, dout: Tensor, added: Tensor | None = None) -> tuple[Ten
 
 def _differentiable_gradients(ctx: Any, dout: Tensor, added: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, ...]:
     """The same as :func:`_gradients`, in operations that torch differentiates in their turn."""
-    x, weight, gamma, beta, _, out, (mean, invstd), _ = ctx.saved_tensors
-    (spec, bias_dtype, _), needed = ctx.layer, ctx.needs_input_grad
+    x, weight, gamma, beta, y, above, (mean, invstd), _ = ctx.saved_tensors
+    (spec, bias_dtype, _, lay), needed = ctx.layer, ctx.needs_input_grad
     shape, activation = (-1, *(1,) * spec.settings.ndim), spec.activation
-    if out is not None:  # a sum with a residual, and a ReLU
-        dout, activation = _masked(dout, out), None
+    if above is not None:  # a sum with a residual, and a ReLU
+        dout, activation = _masked(dout, above, y if lay is None else lying_as(y, *lay)), None
     y = call_operator(CONV, spec.settings, x, weight, bias, ()).to(mean.dtype)
     if spec.of_batch:  # the numbers are those of the forward pass, and the derivatives those of mean and variance
         axes = [axis for axis in range(y.dim()) if axis != 1]
@@ -93,9 +100,10 @@ def _differentiable_gradients(ctx: Any, dout: Tensor, added: Tensor | None, bias
     return dx, dweight, dbias, dgamma, dbeta, dout
 
 
-def _masked(dout: Tensor, out: Tensor) -> Tensor:
-    """The gradient behind a sum and a ReLU, whose result is `out`. It lies as `dout` does; that of ``masked_fill`` is in C order."""
-    return torch.where(out <= 0, dout.new_zeros(()), dout)
+def _masked(dout: Tensor, above: Tensor, y: Tensor) -> Tensor:
+    """The gradient behind a sum and a ReLU, with what :func:`_save` kept. It lies as `dout` does; that of ``masked_fill`` is in C order."""
+    blocked = above <= 0 if above.dtype is not torch.uint8 else ~_is_above(above, y)
+    return torch.where(blocked, dout.new_zeros(()), dout)
 
 
 def _cast_to(parameter: Tensor, gradient: Tensor) -> Tensor:
@@ -105,8 +113,8 @@ def _cast_to(parameter: Tensor, gradient: Tensor) -> Tensor:
 class _Function(torch.autograd.Function):
     """A layer's forward pass, of which it tells torch where torch need not see operators.
 
-    The pass is `made` already: y, the statistics and the result. Where it `passes_on` the input for other readers, the input is a second
-    result. Then the gradients of both uses meet here, and the launch that convolves one adds the other.
+    The pass is `made` already: y, the statistics, the result and, with a residual and ReLU, the mask. Where it `passes_on` the input for
+    other readers, the input is a second result. Then the gradients of both uses meet here: the launch that convolves one adds the other.
     """
 
     @staticmethod
@@ -114,8 +122,8 @@ class _Function(torch.autograd.Function):
         ctx: Any, x: Any, weight: Any, bias: Any, gamma: Any, beta: Any, residual: Any, spec: _LayerSpec, made: Sequence[Tensor],
         passes_on: bool,
     ) -> Any:
-        y, statistics, out = made
-        _save(ctx, x, weight, bias, gamma, beta, y, out if spec.activation and residual is not None else None, statistics, spec)
+        y, statistics, out, *mask = made
+        _save(ctx, x, weight, bias, gamma, beta, y, mask[0] if mask else None, statistics, spec)
         if not passes_on:
             return out
         ctx.set_materialize_grads(False)  # if nothing else read the input, there is nothing to add

@@ -88,6 +88,10 @@ def _pixels(shape: Sequence[int], dtype: str, layout: str) -> batch_norm.Pixels:
     return batch_norm.Pixels(dtype, layout, shape[0], shape[1], math.prod(shape[2:]))
 
 
+def _pixels_of(y: Tensor) -> batch_norm.Pixels:
+    return _pixels(y.shape, TORCH.dtype_name(y.dtype), _layout(y, y.dim() - 2))
+
+
 @lru_cache(maxsize=1024)
 def _compiled(maker: batch_norm.Maker, like: Signature, order: AxisOrder, *options: Any) -> tuple[Device, Launcher, int] | None:
     """The device, launcher and workspace bytes of `maker` for arrays (N, K, *size) of that signature; None for arrays without elements."""
@@ -203,15 +207,30 @@ def _statistics(
     return y, statistics
 
 
+def _new_mask(y: Tensor, residual: Tensor | None, activation: batch_norm.Activation) -> Tensor | None:
+    """Room for where a layer's result is above 0, which the gradient of a sum with a residual and ReLU needs; else None."""
+    if residual is None or activation is None:
+        return None
+    return y.new_empty(_pixels_of(y).items if y.numel() else 0, dtype=torch.uint8)
+
+
+def _is_above(mask: Tensor, y: Tensor) -> Tensor:
+    """The same as an array of the shape of y, which lies as it did when the mask was made."""
+    shape, item = y.shape, _pixels_of(y).item
+    above = mask.unsqueeze(-1).bitwise_right_shift(torch.arange(item, dtype=torch.uint8, device=mask.device)).bitwise_and(1) > 0
+    return above.view(shape) if _order(y) is None else above.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1)
+
+
 def _normalised(
-    y: Tensor, statistics: Tensor, gamma: Tensor | None, beta: Tensor | None, residual: Tensor | None, activation: batch_norm.Activation
+    y: Tensor, statistics: Tensor, gamma: Tensor | None, beta: Tensor | None, residual: Tensor | None, activation: batch_norm.Activation,
+    mask: Tensor | None = None,
 ) -> Tensor:
-    """The layer's result from y and the `statistics` of :func:`_statistics`."""
+    """The layer's result from y and the `statistics` of :func:`_statistics`. `mask` is that of :func:`_new_mask`, if it is wanted."""
     order = _order(y)
     out: Tensor = TORCH.empty(y.shape, y, None, order)
     added = None if residual is None else TORCH.as_kernel_input(residual.detach(), order)
     given = (y, *statistics.unbind(), _like_sums(gamma, y), _like_sums(beta, y), added)
-    _launch(batch_norm.forward, TORCH.signature(y), order, given, (out,), activation, residual is not None)
+    _launch(batch_norm.forward, TORCH.signature(y), order, given, (out, mask), activation, residual is not None)
     return out
 
 
@@ -266,8 +285,8 @@ def _backward_launches(
     filter_last = by_x is not None and by_x.reads_filter_last and (filter_last or by_x.filter_order is None)
 
     def launch(buffers: Sequence[Any], stream: Any) -> None:
-        y, dout, mean, invstd, gamma, beta, out, x, w, more, dy, sums, masked, dx, dw, scratch = buffers
-        normalised((y, dout, mean, invstd, gamma, beta, out, dy, sums, masked, scratch), stream)
+        y, dout, mean, invstd, gamma, beta, mask, x, w, more, dy, sums, masked, dx, dw, scratch = buffers
+        normalised((y, dout, mean, invstd, gamma, beta, mask, dy, sums, masked, scratch), stream)
         if by_x is not None:
             by_x.launch((dy, w, 0, 0, more, dx, scratch), stream, filter_last=filter_last)
         if by_weight is not None:

@@ -17,7 +17,7 @@ from pycuda_conv.errors import ConvArgumentError, brief
 from pycuda_conv.invariance import WORD as BATCH_INVARIANT
 from pycuda_conv.nn.autograd import CONV, Settings, _cast, _differentiated, _in_numbers, _traced, activated, without_autocast
 from pycuda_conv.nn.fused.autograd import _forward_again, _Function
-from pycuda_conv.nn.fused.launches import _counted_by_kernels, _inference, _LayerSpec, _normalised, _statistics, _were_written
+from pycuda_conv.nn.fused.launches import _counted_by_kernels, _inference, _LayerSpec, _new_mask, _normalised, _statistics, _were_written
 from pycuda_conv.nn.fused.operators import _asked_of
 from pycuda_conv.nn.fused.repeat import _asked_forward, _remember_forward
 from pycuda_conv.nn.modules import in_pairs
@@ -75,10 +75,11 @@ class Layer:
                 batches.add_(1)
         with torch.no_grad():
             y, statistics = _statistics(x, weight, bias, *running, None, momentum, eps, spec, counted)
-            out = _normalised(y, statistics, gamma, beta, residual, spec.activation)
+            mask = _new_mask(y, residual, spec.activation)
+            out = _normalised(y, statistics, gamma, beta, residual, spec.activation, mask)
         if spec.of_batch:
             _were_written(running, batches, counted is not None)
-        made = _Function.apply(*named, residual, spec, (y, statistics, out), passes_on)
+        made = _Function.apply(*named, residual, spec, (y, statistics, out, *(() if mask is None else (mask,))), passes_on)
         if remembers and counted is batches:
             _remember_forward(self._asked, (x, residual, *tensors), momentum, eps, spec, True, out)
         return made
@@ -256,11 +257,12 @@ def _conv_bn_act(
         running = running_mean, running_var
         with torch.no_grad():
             y, statistics = _statistics(x, weight, bias, *running, tracked, momentum, eps, spec, counted)
-            out = _normalised(y, statistics, gamma, beta, residual, spec.activation)
+            mask = _new_mask(y, residual, spec.activation)
+            out = _normalised(y, statistics, gamma, beta, residual, spec.activation, mask)
         if of_batch:
             _were_written(running, batches, counted is not None)
         passes_on = passes_on and x is input
-        made = _Function.apply(*named, residual, spec, (y, statistics, out), passes_on)
+        made = _Function.apply(*named, residual, spec, (y, statistics, out, *(() if mask is None else (mask,))), passes_on)
         if asked is not None and (tracked if counted is None else counted) is batches:
             _remember_forward(asked, (input, residual, *tensors), momentum, eps, spec, counted is not None, out)
         return made

@@ -51,7 +51,7 @@ def _asked_of(spec: _LayerSpec, momentum: float, eps: float) -> tuple[Any, ...]:
 def _forward_options(spec: tuple[int, ...], momentum: float, eps: float) -> tuple[_LayerSpec, tuple[Any, ...]]:
     """A layer's options, and those of its forward pass's key."""
     options = _LayerSpec.of(spec)
-    return options, _asked_of(options, momentum, eps)
+    return options, (*_asked_of(options, momentum, eps), "operator")
 
 
 def _fused_forward(
@@ -81,7 +81,7 @@ def _first_forward(
     y, statistics = _statistics(x, weight, bias, running_mean, running_var, None, momentum, eps, options, batches)
     out = _normalised(y, statistics, gamma, beta, residual, options.activation)
     if repeat.possible():
-        _remember_forward(asked, operands, momentum, eps, options, True, out)
+        _remember_forward(asked, operands, momentum, eps, options, True, out, masks=False)
     return out, y, statistics
 
 

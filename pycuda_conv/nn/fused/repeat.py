@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from pycuda_conv import execute, repeat
@@ -41,22 +42,28 @@ def _count_as_sums(y: Tensor, *of_channels: Tensor | None) -> bool:
 
 
 def _remember_forward(
-    asked: tuple[Any, ...], operands: Sequence[Tensor | None], momentum: float, eps: float, spec: _LayerSpec, counts: bool, made: Tensor
+    asked: tuple[Any, ...], operands: Sequence[Tensor | None], momentum: float, eps: float, spec: _LayerSpec, counts: bool, made: Tensor,
+    masks: bool = True,
 ) -> None:
-    """Put a forward pass that was just `made` into the table. `operands` are those of its key. It `counts` batches if it should."""
+    """Put a forward pass that was just `made` into the table. `operands` are those of its key. It `counts` batches if it should, and
+    `masks`: gives the mask that a sum with a residual and ReLU has."""
     x, residual, weight, bias, gamma, beta, running_mean, running_var, _ = operands
     assert x is not None and weight is not None
     found = _forward_of(x, weight, bias, momentum, eps, spec)
-    plan, name = found.plan, repeat.key(asked, *operands) if found.plan.may_be_repeated else None
-    if name is None or name in _again or plan.device.capturing():
+    plan = found.plan
+    name = _again.new_key(asked, operands, plan.device, plan)
+    if name is None:
         return
     ready = None
     layouts = {_layout(x, spec.settings.ndim), _layout(made, spec.settings.ndim), plan.problem.layout}
     fit = _readable(x, plan.order) and _readable(weight, found.filter_order) and _readable(bias, None) and _readable(residual, plan.order)
     if fit and _count_as_sums(made, gamma, beta, running_mean, running_var) and len(layouts) == 1:
         count = len(operands)
-        # x, residual, w, bias, gamma, beta, running mean and variance, batches | y, mean and invstd, out | workspace | none
-        ax, ar, aw, ab, ag, at, am, av, an, ay, mean, ao, scratch, none = ((i, 0) for i in range(count + 5))
+        # x, residual, w, bias, gamma, beta, running mean and variance, batches | y, mean and invstd, out, the mask if any | workspace |
+        # none
+        ax, ar, aw, ab, ag, at, am, av, an, ay, mean, ao, *more = ((i, 0) for i in range(count + 6))
+        mask = more.pop(0) if masks and residual is not None and spec.activation is not None else None
+        scratch, none, *_ = more
         pixels, processors = _pixels(plan.result_shape, plan.problem.dtype, plan.problem.layout), plan.device.multiprocessors
         invstd = mean[0], pixels.K * pixels.sum_bytes
         statistics, nbytes = batch_norm.statistics(pixels, processors, eps, momentum, plan.schedule.moments)
@@ -68,13 +75,16 @@ def _remember_forward(
         asked_for = spec.activation, residual is not None
         if plan.schedule.moments is None and pixels.whole:
             both, _ = batch_norm.whole_forward(pixels, processors, eps, momentum, *asked_for)
-            steps += repeat.rebind_buffers([[one] for one in both], (ay, tracked, ag, at, ar, mean, invstd, am, av, counted, ao))
+            places = ay, tracked, ag, at, ar, mean, invstd, am, av, counted, ao, mask or none
+            steps += repeat.rebind_buffers([[one] for one in both], places)
         else:
             normalised, _ = batch_norm.forward(pixels, processors, *asked_for)
             steps += repeat.rebind_buffers([[one] for one in statistics], (ay, tracked, mean, invstd, am, av, counted, scratch))
-            steps += repeat.rebind_buffers([[one] for one in normalised], (ay, mean, invstd, ag, at, ar, ao))
+            steps += repeat.rebind_buffers([[one] for one in normalised], (ay, mean, invstd, ag, at, ar, ao, mask or none))
         y = TORCH.maker(plan.result_shape, x.dtype, x.device, plan.order)
-        results = y, TORCH.maker((2, pixels.K), _sums_dtype(x), x.device, None), y
+        results = [y, TORCH.maker((2, pixels.K), _sums_dtype(x), x.device, None), y]
+        if mask is not None:
+            results.append(TORCH.maker((pixels.items,), torch.uint8, x.device, None))
         ready = repeat.launch_sequence(TORCH, plan.device, steps, x, count, results, nbytes)
     _again.put(name, None if ready is None else (ready, spec), plan)
 
@@ -112,13 +122,13 @@ def _asked_backward(of_x: bool, of_weight: bool, spec: _LayerSpec, spent: bool) 
 
 
 def _backward_again(
-    dout: Tensor, x: Tensor, weight: Tensor, gamma: Tensor | None, beta: Tensor | None, y: Tensor, out: Tensor | None, statistics: Tensor,
+    dout: Tensor, x: Tensor, weight: Tensor, gamma: Tensor | None, beta: Tensor | None, y: Tensor, mask: Tensor | None, statistics: Tensor,
     of_x: bool, of_weight: bool, spec: _LayerSpec, added: Tensor | None = None, spent: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None] | None:
     """The same as :func:`_backward`, by a repeated pass; else None."""
     if not repeat.possible():
         return None
-    operands = dout, x, weight, gamma, beta, y, out, statistics, added if of_x else None
+    operands = dout, x, weight, gamma, beta, y, mask, statistics, added if of_x else None
     made = repeat.replay(_again, _asked_backward(of_x, of_weight, spec, spent), *operands)
     return None if made is None else _gradients_of(made, operands, of_x, of_weight, spec)
 
@@ -127,8 +137,8 @@ def _gradients_of(
     made: Any, operands: Sequence[Any], of_x: bool, of_weight: bool, spec: _LayerSpec
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
     """What :func:`_backward` gives, from the results of a repeated pass of these operands."""
-    (_, x, weight, _, _, y, out, _, added), (again, sums, *results) = operands, made
-    masked = None if out is None else results.pop(0)
+    (_, x, weight, _, _, y, mask, _, added), (again, sums, *results) = operands, made
+    masked = None if mask is None else results.pop(0)
     dy = results.pop(0) if again.makes_dy else y
     dx = results.pop(0) if again.makes_dx else None
     dweight = results.pop(0) if again.makes_dweight else None
@@ -142,22 +152,23 @@ def _remember_backward(
 ) -> None:
     """Put a backward pass into the table. `operands` are those of :func:`_backward`."""
     plans = [plan for plan in (found.by_x, found.by_weight) if plan is not None]
-    name = repeat.key(_asked_backward(of_x, of_weight, spec, spent), *operands) if all(plan.may_be_repeated for plan in plans) else None
-    if name is None or name in _again or found.device.capturing():
+    name = _again.new_key(_asked_backward(of_x, of_weight, spec, spent), operands, found.device, *plans)
+    if name is None:
         return
-    dout, x, weight, gamma, beta, y, out, statistics, added = operands
+    dout, x, weight, gamma, beta, y, mask, statistics, added = operands
     order, pixels, ready = _order(y), found.pixels, None
     makes_dx, makes_dweight = found.by_x is not None, found.by_weight is not None
     needs_dy = of_x > makes_dx or of_weight > makes_dweight
     makes_dy = needs_dy and not spent
-    fit = all(_readable(one, order) for one in (y, dout, out)) and _count_as_sums(y, gamma, beta) and TORCH.contiguous(statistics)
+    fit = _readable(y, order) and _readable(dout, order) and _readable(mask, None) and _count_as_sums(y, gamma, beta)
+    fit = fit and TORCH.contiguous(statistics)
     fit = fit and (not makes_dx or (_readable(weight, found.filter_order) and _readable(added, order)))
     if fit and (not makes_dweight or _readable(x, order)):
         count = len(operands)
-        # dout, x, w, gamma, beta, y, out, mean and invstd, what is added to dx | sums, and masked dout, dy, dx, dw if they are computed |
+        # dout, x, w, gamma, beta, y, mask, mean and invstd, what is added to dx | sums, and masked dout, dy, dx, dw if they are computed |
         # workspace | none
         ad, ax, aw, ag, at, ay, ao, mean, ap, sums, *more = ((i, 0) for i in range(count + 7))
-        masked = None if out is None else more.pop(0)
+        masked = None if mask is None else more.pop(0)
         dy = more.pop(0) if makes_dy else None
         dx, dw = (more.pop(0) if made else None for made in (makes_dx, makes_dweight))
         scratch, none, *_ = more
@@ -170,7 +181,7 @@ def _remember_backward(
             start = -(-nbytes // 512) * 512
             dy, nbytes = (scratch[0], start), start + y.nbytes
         invstd = mean[0], pixels.K * pixels.sum_bytes
-        normalised, _ = batch_norm.backward(pixels, found.device.multiprocessors, spec.activation, spec.of_batch, out is not None)
+        normalised, _ = batch_norm.backward(pixels, found.device.multiprocessors, spec.activation, spec.of_batch, mask is not None)
         steps = repeat.rebind_buffers([[one] for one in normalised], (ay, ad, mean, invstd, ag, at, ao, dy, sums, masked or none, scratch))
         results = [TORCH.maker((2, pixels.K), _sums_dtype(y), y.device, None)]
         if masked is not None:
@@ -191,35 +202,35 @@ def _remember_backward(
             results.append(TORCH.maker(tuple(weight.shape), weight.dtype, weight.device, found.gradient_order))
         ready = repeat.launch_sequence(TORCH, found.device, steps, y, count, results, nbytes)
     complete = not needs_dy and (not of_x or _order(x) == order)
-    plain = complete and (makes_dx, makes_dweight) == (of_x, of_weight) and out is None
+    plain = complete and (makes_dx, makes_dweight) == (of_x, of_weight) and mask is None
     plain = plain and (not of_weight or found.gradient_order == _order(weight))
     again = None if ready is None else _BackwardAgain(ready, makes_dy, makes_dx, makes_dweight, complete, plain)
     _again.put(name, again, *plans)
 
 
 def _backward(
-    dout: Tensor, x: Tensor, weight: Tensor, gamma: Tensor | None, beta: Tensor | None, y: Tensor, out: Tensor | None, statistics: Tensor,
+    dout: Tensor, x: Tensor, weight: Tensor, gamma: Tensor | None, beta: Tensor | None, y: Tensor, mask: Tensor | None, statistics: Tensor,
     of_x: bool, of_weight: bool, spec: _LayerSpec, added: Tensor | None = None, spent: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
     """The gradients of input and filter, where asked for, of beta and gamma as one array (2, K), and of a residual.
 
-    The residual's is computed if `out` is given, the layer's result after sum and ReLU; in a sum without ReLU it is dout. `added` is added
-    to the gradient of the input. If y is `spent`, nobody reads it again, and its gradient takes its place.
+    The residual's is computed if `mask` is given, which says where a sum and ReLU is above 0; in a sum without ReLU it is dout. `added` is
+    added to the gradient of the input. If y is `spent`, nobody reads it again, and its gradient takes its place.
     """
-    operands = dout, x, weight, gamma, beta, y, out, statistics, added if of_x else None
+    operands = dout, x, weight, gamma, beta, y, mask, statistics, added if of_x else None
     order = _order(y)
     dx = dweight = None
     y = TORCH.as_kernel_input(y, order)  # saved tensors may come back in another order than they were saved in
     dy, sums = y if spent else TORCH.empty(y.shape, y, None, order), _new_statistics(y)
-    masked = None if out is None else TORCH.empty(y.shape, y, None, order)
+    masked = None if mask is None else TORCH.empty(y.shape, y, None, order)
     if y.numel():
-        found = _backward_of(x, weight, y, of_x, of_weight, out is not None, added is not None, spec)
+        found = _backward_of(x, weight, y, of_x, of_weight, mask is not None, added is not None, spec)
         by_x, by_weight = found.by_x is not None, found.by_weight is not None
         dx = TORCH.empty(x.shape, x, None, order) if by_x else None
         dweight = TORCH.empty(weight.shape, weight, None, found.gradient_order) if by_weight else None
         given = (
             y, TORCH.as_kernel_input(dout, order), *statistics.unbind(), _like_sums(gamma, y), _like_sums(beta, y),
-            None if out is None else TORCH.as_kernel_input(out, order), TORCH.as_kernel_input(x, order) if by_weight else None,
+            None if mask is None else TORCH.as_kernel_input(mask, None), TORCH.as_kernel_input(x, order) if by_weight else None,
             TORCH.as_kernel_input(weight, found.filter_order) if by_x else None,
             None if added is None or not by_x else TORCH.as_kernel_input(added, order),
         )

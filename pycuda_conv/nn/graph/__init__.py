@@ -26,14 +26,14 @@ from collections.abc import Callable
 
 from torch.fx import Graph, GraphModule
 
-from pycuda_conv.nn.graph import cats, convolutions, group_norms, joins, others, repeats, upsamplings
+from pycuda_conv.nn.graph import cats, convolutions, group_norms, joins, others, reorders, repeats, upsamplings
 from pycuda_conv.nn.graph.calls import Targets
 from pycuda_conv.nn.graph.rewriting import Found, Pass, Rewrite
 
 #: The passes over a graph, in their order: what an earlier one has replaced, a later one does not see any more.
 PASSES: tuple[Pass, ...] = (
-    repeats.take, group_norms.take, convolutions.take, group_norms.join, joins.take, joins.take_cat, upsamplings.take, others.take,
-    cats.take,
+    repeats.take, reorders.take, group_norms.take, convolutions.take, group_norms.join, joins.take, joins.take_cat, upsamplings.take,
+    others.take, cats.take,
 )  # fmt: skip
 
 

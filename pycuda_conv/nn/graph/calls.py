@@ -179,7 +179,7 @@ class Targets:
         raise NotImplementedError
 
     def normalise_pixels(self, x: Any, gamma: Any, asked: Asked) -> Node | None:
-        """A norm of each pixel over its channels, which are last in memory, or None where it stays torch's, as that of rows."""
+        """A norm of each pixel over its channels, which are last in memory, or None where it stays torch's."""
         return None
 
     def normalise_rows(self, x: Any, gamma: Any, beta: Any, asked: Asked) -> Node | None:

@@ -1,4 +1,6 @@
-"""Group and instance norms of a graph with the activation behind them: one call. In light mode layer and RMS norms are calls too.
+"""Group and instance norms of a graph, and RMS norms of pixels, with the activation behind them: one call.
+
+In light mode layer norms, and other RMS norms, are calls too.
 
 Torch's group norm gives arrays in C order, whatever it gets. The kernels give what they get, so with the channels last a convolution behind
 reads its input as it lies. Where other steps than convolutions read the result, and might depend on its strides, it is copied into C order.

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from itertools import chain
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from pycuda_conv import engines
@@ -31,6 +33,10 @@ EACH = 1  # problems of each family that are drawn at a time
 #: Timings that count: up to so many times the fastest candidate's. Slower ones decide nothing.
 COUNTS = 2.5
 COMPOSED = "compose."
+#: So many problems of a kind count as much as what is known of the kind before it.
+PRIOR = 6
+#: A problem's timings count up to this logarithm away from the median of their kind: some were disturbed.
+FAR = 0.25
 
 #: A problem, a configuration, and the microseconds that it took.
 Timing = tuple[ConvProblem, engines.Config, float]
@@ -48,6 +54,35 @@ class Settings:
     #: measure nothing, fit what the files have
     fit: bool = False
     device: Any = None
+
+
+def fit(ratios: Iterable[tuple[str, ConvProblem, Any, float]]) -> dict[str, float]:
+    """The factors that timings ask for, each (engine, problem, configuration, measured over predicted)."""
+    logs: dict[str, dict[ConvProblem, list[float]]] = {}
+    parents: dict[str, str] = {}
+    for engine, problem, config, ratio in ratios:
+        before = ""
+        for kind in calibration.kinds(engine, problem, config):
+            logs.setdefault(kind, {}).setdefault(problem, []).append(math.log(ratio))
+            parents[kind], before = before, kind
+    found: dict[str, float] = {"": 0.0}
+    for kind, of_problems in logs.items():  # a kind comes after the one before it
+        means = [math.fsum(some) / len(some) for some in of_problems.values()]
+        parent = found[parents[kind]]
+        middle = median(means)
+        kept = (max(middle - FAR, min(middle + FAR, mean)) - parent for mean in means)
+        found[kind] = parent + math.fsum(kept) / (len(means) + PRIOR)
+    return {kind: round(math.exp(value), 4) for kind, value in sorted(found.items()) if kind}
+
+
+def text(one: Calibration) -> str:
+    """A file's text: a line for each factor and each problem, in order, so that files compare well."""
+    about = {name: getattr(one, name) for name in ("gpu", "capability", "multiprocessors", "driver", "date", "command")}
+    about = {"format": calibration.FORMAT, "version": calibration.VERSION} | about
+    head = ",\n".join(f" {json.dumps(name)}: {json.dumps(value)}" for name, value in about.items())
+    factors = ",\n".join(f"  {json.dumps(kind)}: {factor}" for kind, factor in sorted(one.factors.items()))
+    timings = ",\n".join(f"  {json.dumps(timing)}" for timing in one.timings)
+    return f'{{\n{head},\n "factors": {{\n{factors}\n }}{calibration.TIMINGS}\n{timings}\n ]\n}}\n'
 
 
 def fitted(timings: Sequence[Timing], device: Device) -> dict[str, float]:
@@ -70,9 +105,9 @@ def fitted(timings: Sequence[Timing], device: Device) -> dict[str, float]:
                     yield name, problem.launched, config, us / predicted
 
     with calibration.replaced(None):
-        plain = calibration.fit(ratios(False))
+        plain = fit(ratios(False))
     with calibration.replaced(_named(device, plain)):
-        return plain | calibration.fit(ratios(True))
+        return plain | fit(ratios(True))
 
 
 def _named(device: Any, factors: dict[str, float], **more: Any) -> Calibration:
@@ -163,7 +198,7 @@ def run(settings: Settings) -> int:
     today = datetime.datetime.now().astimezone().date().isoformat()
     made = _named(device, factors, driver=driver, date=today, command=command, timings=kept)
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(calibration.text(made), encoding="utf-8")
+    target.write_text(text(made), encoding="utf-8")
     calibration.forget()
     forget_plans()
     if losses:
