@@ -3,19 +3,21 @@
 import importlib.util
 import json
 import sys
+import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from pycuda_conv import engines, measure
+from pycuda_conv import ConvProblem, engines, measure
 from pycuda_conv.cli import main
 from pycuda_conv.engines import registry
 from pycuda_conv.errors import DeviceMemoryError
 from pycuda_conv.runtime.target import Target
-from pycuda_conv.tools import ablation, choices
+from pycuda_conv.tools import ablation, choices, plans
 from pycuda_conv.tools.families import FAMILIES, draw
 
 
@@ -57,6 +59,27 @@ def gpu(monkeypatch):
     # the second candidate is the fastest
     monkeypatch.setattr(choices, "device_times", lambda plans: [30.0, *([20.0] * (len(plans) > 1)), *(45.0 for _ in plans[2:])])
     return target
+
+
+def test_plans_are_compiled_ahead(monkeypatch):
+    """Each problem's kernels are compiled before its plan is made, those of the next problems meanwhile, and none that is there."""
+    target, compiled, made = Target("sm_90a"), [], []
+    there = threading.Event()
+
+    def cubin(source, arch):
+        there.wait(10)
+        compiled.append(source)
+        return SimpleNamespace(result=lambda: None)
+
+    monkeypatch.setattr(target, "queue", SimpleNamespace(cubin=cubin), raising=False)
+    monkeypatch.setattr(target, "compiled", lambda launch: launch.source() in compiled, raising=False)
+    monkeypatch.setattr(plans, "cached_plan", lambda problem, device: made.append((problem, len(compiled))) or SimpleNamespace(final_form=lambda: problem))
+    monkeypatch.setattr(plans, "MOST_AHEAD", 2)
+    wanted = [ConvProblem.forward(2, (8, 64, n, n), (64, 64, 3, 3), padding=1) for n in (14, 28, 56)]
+    with plans.Ahead([wanted[0], wanted[0], *wanted[1:]], target) as ahead:
+        there.set()
+        assert [ahead.plan(problem) for problem in (wanted[0], wanted[0], *wanted[1:])] == [wanted[0], wanted[0], *wanted[1:]]
+    assert len(set(compiled)) == len(compiled) > 3 and made[0][1] > 0 and [problem for problem, _ in made] == [wanted[0], wanted[0], *wanted[1:]]
 
 
 def test_the_choice_stands_beside_the_fastest_candidate(gpu, tmp_path, capsys):
@@ -198,7 +221,8 @@ def row(family, direction, loss):
 
 def test_what_was_measured_counts_as_often_as_the_engine_wins(ablate):
     one = ablate.Measured(Counter({("a", "fprop"): 4, ("b", "fprop"): 2}))
-    one.rows += [row("a", "fprop", 2.0), row("a", "fprop", 8.0), {"error": "out of memory"}]  # two of the four were measured, and none of the others
+    # two of the four were measured, and none of the others
+    one.rows += [row("a", "fprop", 2.0), row("a", "fprop", 8.0), {"error": "out of memory"}]
     assert one.factors == {("a", "fprop"): [pytest.approx(4.0)] * 4, ("b", "fprop"): [pytest.approx(4.0)] * 2}
 
 
@@ -224,7 +248,8 @@ def test_engines_are_measured_in_turn(ablate, monkeypatch, tmp_path, capsys):
         won = [sum(count for *_, count in of[name]["won"]) + of[name]["only"] for name in names]
         assert won[0] + won[1] == won[2]
         both = [one["second"] for one in of["direct+hopper_gemm"]["rows"]]
-        assert both and not any("ImplicitGemm(" in one or one.startswith(("Tile(", "Single(", "Batched(", "Dgrad(", "Wgrad(")) for one in both)
+        assert both
+        assert not any("ImplicitGemm(" in one or one.startswith(("Tile(", "Single(", "Batched(", "Dgrad(", "Wgrad(")) for one in both)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("direct ", "hopper_gemm ", "direct+"))]
     assert len(lines) == 6 and all("3.00" in line and "stays: " in line for line in lines)
     assert ablate.main(["--report", *map(str, files)]) == 0

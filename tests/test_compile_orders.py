@@ -1,11 +1,10 @@
-"""Activations behind steps that change the shape alone, which are computed in front of these, and the order of filters that a graph computes."""
+"""Activations behind steps that change the shape alone, which move in front of them, and the order of filters that a graph computes."""
 
 import pytest
-
-torch = pytest.importorskip("torch")
-from test_compile import FOUND, GRAPHS, HOWS, afresh, alike, images  # noqa: E402, F401
-from torch import nn  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
+import torch
+from test_compile import FOUND, GRAPHS, HOWS, afresh, alike, images  # noqa: F401
+from torch import nn
+from torch.nn import functional as F
 
 
 class Of(nn.Module):
@@ -24,25 +23,9 @@ def tokens(s, x):
     return F.gelu(y.flatten(2).transpose(1, 2))
 
 
-def in_place(s, x):
-    return F.relu_((s.norm(s.conv(x)) + x).permute(0, 2, 3, 1))
-
-
-def reshaped(s, x):
-    return F.silu(torch.reshape(s.conv(x).unsqueeze(1), (x.shape[0], -1)))
-
-
 def read_twice(s, x):
     y = s.conv(x).flatten(2)
     return F.gelu(y) + y
-
-
-def cut(s, x):
-    return F.gelu(s.conv(x)[:, :, 1:])
-
-
-def of_other_bits(s, x):
-    return F.gelu(s.conv(x.bfloat16().float()).view(torch.int32).view(torch.float32))
 
 
 def without_gradients(s, x):
@@ -52,8 +35,10 @@ def without_gradients(s, x):
 
 #: For each: its forward, the shape of its input, and the chain's steps.
 FORWARDS = {
-    "tokens": (tokens, (2, 100, 4), 2), "in place": (in_place, (2, 4, 10, 10), 4), "reshaped": (reshaped, (2, 4, 10, 10), 2),
-    "read twice": (read_twice, (2, 4, 10, 10), 0), "cut": (cut, (2, 4, 10, 10), 0), "other bits": (of_other_bits, (2, 4, 10, 10), 2),
+    "tokens": (tokens, (2, 100, 4), 2), "in place": (lambda s, x: F.relu_((s.norm(s.conv(x)) + x).permute(0, 2, 3, 1)), (2, 4, 10, 10), 4),
+    "reshaped": (lambda s, x: F.silu(torch.reshape(s.conv(x).unsqueeze(1), (x.shape[0], -1))), (2, 4, 10, 10), 2),
+    "read twice": (read_twice, (2, 4, 10, 10), 0), "cut": (lambda s, x: F.gelu(s.conv(x)[:, :, 1:]), (2, 4, 10, 10), 0),
+    "other bits": (lambda s, x: F.gelu(s.conv(x.bfloat16().float()).view(torch.int32).view(torch.float32)), (2, 4, 10, 10), 2),
     "without gradients": (without_gradients, (2, 4, 10, 10), 2),
 }  # fmt: skip
 
@@ -85,6 +70,7 @@ class Standardised(nn.Module):
         return x
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("last", [False, True])

@@ -1,7 +1,6 @@
 """Launches: the launcher in C and the one in Python ask the driver for the same, byte for byte."""
 
 import gc
-import os
 import re
 import shutil
 import sys
@@ -13,6 +12,7 @@ from random import Random
 from types import SimpleNamespace
 
 import pytest
+import torch
 from fake_cuda import FakeCuda
 
 from pycuda_conv import BackendError, ConvArgumentError, ConvProblem, DeviceMemoryError, Plan, background, engines
@@ -186,7 +186,7 @@ def test_an_error_of_the_driver_says_what_failed(fake, kind):
 
 
 def test_too_little_memory(fake, monkeypatch):
-    """A small buffer may take what the pool holds; the error says how much was asked for. Streams that the driver refuses are made later."""
+    """A small buffer may take what the pool holds; the error says how much was asked for. Refused streams are made later."""
     device = fake.device("python")
     monkeypatch.setattr(driver, "pinned", lambda: SimpleNamespace(empty=lambda shape, dtype: None))
     with device:
@@ -268,7 +268,7 @@ def test_threads_share_a_plan(fake, kind, monkeypatch):
         plan.launch(buffers((i + 1) << 40), i + 1)
         expected |= set(fake.asked())
     fake.asked()
-    encode, start = tensor_map.encoded, threading.Barrier(4)
+    encode, start = tensor_map.encoded, threading.Barrier(4, timeout=300)
 
     def slowly(described, address):
         """Let other threads run between a map's making and its use."""
@@ -322,30 +322,6 @@ def test_a_plan_whose_kernels_change_launches_the_new_ones(fake, kind, monkeypat
     assert len(second) == len(first) and not set(second) & set(first)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_forked_child_is_refused(fake, kind, monkeypatch):
-    device = fake.device(kind)
-    launch = device.launcher(KernelLaunch("copy_strided", {}, 3, 64, (0,), ()))
-    monkeypatch.setattr(contexts, "_primaries", {0: device})
-    read, write = os.pipe()
-    if child := os.fork():
-        os.close(write)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert os.read(read, 100) == b"all refused"
-        os.close(read)
-        return
-    try:
-        refused = 0
-        for call in (lambda: launch((1,), None), device.push, device.is_current):
-            try:
-                call()
-            except BackendError as error:
-                refused += "was in use when this process was forked" in str(error)
-        os.write(write, b"all refused" if refused == 3 and not fake.asked() else b"not refused")
-    finally:
-        os._exit(0)
-
-
 @IN_C
 def test_it_knows_whether_the_context_is_current(fake):
     device = fake.device("c")
@@ -361,7 +337,6 @@ def test_it_knows_whether_the_context_is_current(fake):
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_both_launchers_give_the_same_bits_on_a_gpu(problem, monkeypatch):
     """On the default stream, on another one, and in a graph; with arrays that move, so that tensor maps are encoded again."""
-    torch = pytest.importorskip("torch")
     device = get_device("cuda:0")
     for dtype, layout in [("float32", "NCHW"), ("float16", "NHWC" if problem.ndim > 1 and problem.direction != "wgrad" else "NCHW")]:
         asked = replace(problem, dtype=dtype, layout=layout)
@@ -391,7 +366,6 @@ def test_both_launchers_give_the_same_bits_on_a_gpu(problem, monkeypatch):
 
 def convolved(device, stream=None):
     """A function that convolves torch's tensors there, which the driver's stand-in has no need to see, and a plan for it."""
-    torch = pytest.importorskip("torch")
     from pycuda_conv.arrays.tensors import TorchKind
 
     kind = TorchKind()
@@ -486,4 +460,3 @@ def test_the_extension_refuses_what_is_no_schedule():
         native.launch(object(), (), None, None)
     with pytest.raises(TypeError, match="launch takes 4 arguments, got 1"):
         native.launch(forks)
-

@@ -6,13 +6,11 @@ import copy
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.nn import functional as F
 
-torch = pytest.importorskip("torch")
-
-from torch.nn import functional as F  # noqa: E402
-
-from pycuda_conv.arrays import torch_internals  # noqa: E402
-from pycuda_conv.nn import convert, linear  # noqa: E402
+from pycuda_conv.arrays import torch_internals
+from pycuda_conv.nn import convert, linear
 
 #: torch's own convolutions in the place of ours, to see which products are asked for.
 TORCHS = SimpleNamespace(conv1d=F.conv1d, conv_transpose1d=F.conv_transpose1d, conv1d_bias=lambda dy: dy.sum((0, 2)))
@@ -70,7 +68,7 @@ def test_only_large_layers_of_float32_on_a_gpu_are_taken(monkeypatch):
             assert not is_taken()
 
 
-def test_torch_s_newer_switch_is_read_where_the_older_one_refuses(monkeypatch):
+def test_torch_s_newer_switch_is_read_where_the_older_one_refuses():
     """Torch's function raises an error where the two differ, as after ``torch.backends.cuda.matmul.fp32_precision = "tf32"``."""
     matmul = torch.backends.cuda.matmul
     if not hasattr(matmul, "fp32_precision"):
