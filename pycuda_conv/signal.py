@@ -37,7 +37,8 @@ def convolve(in1: Any, in2: Any, mode: str = "full", method: str = "auto", *, de
     mode : {"full", "same", "valid"}
         All sums, those in the middle, as many as `in1` has elements, or those without a border.
     method : {"auto", "direct", "fft"}
-        Taken for scipy's sake: filters of many taps are transforms where that is faster and as right.
+        Filters of many taps are transforms where that is faster and as right. In float64 on the CPU, and without ``"direct"``, as right
+        means as right as scipy's.
     device, stream
         As for :func:`pycuda_conv.conv2d`.
 
@@ -52,7 +53,7 @@ def convolve(in1: Any, in2: Any, mode: str = "full", method: str = "auto", *, de
         An unknown mode or method, arrays of different ranks, or, with ``"valid"``, none at least as large as the other along each axis.
     """
     _check_method(method)
-    return _both(in1, in2, mode, False, "constant", 0.0, device, stream)
+    return _both(in1, in2, mode, False, "constant", 0.0, device, stream, norms=method != "direct")
 
 
 def correlate(in1: Any, in2: Any, mode: str = "full", method: str = "auto", *, device: Any = None, stream: Any = None) -> Any:
@@ -73,7 +74,7 @@ def correlate(in1: Any, in2: Any, mode: str = "full", method: str = "auto", *, d
         As for :func:`convolve`.
     """
     _check_method(method)
-    return _both(in1, in2, mode, True, "constant", 0.0, device, stream)
+    return _both(in1, in2, mode, True, "constant", 0.0, device, stream, norms=method != "direct")
 
 
 def convolve2d(
@@ -219,7 +220,8 @@ def _place(mode: str, n: int, taps: int) -> tuple[int, int]:
 
 
 def _both(
-    in1: Any, in2: Any, mode: str, correlates: bool, border: str, value: Any, device: Any, stream: Any, early: bool = False
+    in1: Any, in2: Any, mode: str, correlates: bool, border: str, value: Any, device: Any, stream: Any, early: bool = False,
+    norms: bool = False,
 ) -> Any:
     in1, in2 = as_array("in1", in1), as_array("in2", in2)
     _mode(mode)
@@ -229,14 +231,15 @@ def _both(
     if not len(in1.shape):
         return in1 * (in2.conj() if correlates else in2)
     larger = prod(in2.shape) > prod(in1.shape) and mode == "full" and border == "constant" and not value
-    return _linear(in1, in2, mode, tuple(range(len(in1.shape))), correlates, border, value, swap or larger, device, stream, early=early)
+    axes = tuple(range(len(in1.shape)))
+    return _linear(in1, in2, mode, axes, correlates, border, value, swap or larger, device, stream, early=early, norms=norms)
 
 
 def _linear(
     in1: Any, in2: Any, mode: str, axes: tuple[int, ...], correlates: bool, border: str, value: Any, swap: bool, device: Any, stream: Any,
-    dtype: Any = None, early: bool = False,
+    dtype: Any = None, early: bool = False, norms: bool = False,
 ) -> Any:
-    """The sums along `axes` of one operand with the other as the filter; with `swap` the first is the filter."""
+    """The sums along `axes` of one operand with the other as the filter; with `swap` the first is the filter. `norms`: see ``Dense``."""
     kind = kind_of("in1", in1)
     if kind is LAZY:
         raise TypeError("in1 is a dask array: pycuda_conv.ndimage.convolve takes these, or compute it first")
@@ -264,10 +267,15 @@ def _linear(
         return made.flip(tuple(range(made.ndim))) if correlates and swap else made
     call = compute.called(x, np.dtype(dtype), value, device, stream)
     assert call is not None
+    norms = norms and np.dtype(dtype).kind in "fc"
+
+    def terms(taps: Any) -> list[Dense]:
+        return [Dense(axes, taps, before, (border,) * len(axes), sizes, norms)]
+
     if correlates and swap:
-        made = compute.run(call, lambda taps: [Dense(axes, taps, before, (border,) * len(axes), sizes)], _parts(weights))
+        made = compute.run(call, terms, _parts(weights))
         return _flipped(first, made, not early)
-    return compute.run(call, lambda taps: [Dense(axes, taps, before, (border,) * len(axes), sizes)], _parts(weights))
+    return compute.run(call, terms, _parts(weights))
 
 
 def _by_tensor(
@@ -316,7 +324,7 @@ def _along(in1: Any, in2: Any, mode: str, axes: Any, device: Any, stream: Any) -
     swap = _is_larger(mode, one, other)
     if all(in2.shape[i] == 1 for i in others) and not (swap and others):
         filter = in2.reshape(other) if getattr(in2, "requires_grad", False) else _host("in2", in2).reshape(other)
-        return _linear(in1, in2 if swap else filter, mode, along, False, "constant", 0.0, swap, device, stream, dtype)
+        return _linear(in1, in2 if swap else filter, mode, along, False, "constant", 0.0, swap, device, stream, dtype, norms=True)
     return _by_groups(in1, in2, mode, along, others, swap, dtype, device, stream)
 
 

@@ -11,6 +11,7 @@ import gc
 import importlib.util
 import math
 import os
+import signal
 import sys
 import time
 from collections import Counter
@@ -36,6 +37,9 @@ from hypothesis import HealthCheck, settings
 
 HAS_PYCUDA = importlib.util.find_spec("pycuda") is not None
 
+#: Of a test whose workers, should one be lost, leave it waiting for ever: it fails by itself, and others use its cluster on.
+ends_soon = pytest.mark.timeout(200, method="signal")
+
 # every example compiles kernels of its own, a third of a second on PoCL and a second or two with nvcc
 _common = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
 settings.register_profile("default", max_examples=30, **_common)
@@ -56,6 +60,8 @@ def why_no_opencl() -> str | None:
 
 
 def pytest_configure(config):
+    with contextlib.suppress(ValueError):  # a shell lets a job in its background ignore Ctrl-C, and so would the processes that tests start
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU, PyCUDA and nvcc")
     config.addinivalue_line("markers", "gpu_alone: a GPU's test that takes or counts its whole memory: tests of other processes wait")
     config.addinivalue_line("markers", "pairs: of all combinations of a test's parameters as many run as have every pair of their values")
@@ -277,10 +283,39 @@ def device(request):
     return request.param
 
 
+@pytest.fixture(scope="session")
+def opencl():
+    """The name of OpenCL's device."""
+    why = why_no_opencl()
+    if why:
+        pytest.skip(why)
+    return "opencl"
+
+
+@pytest.fixture
+def command(capsys, monkeypatch):
+    """Run `pycuda-conv` in this process: (exit status, stdout, stderr)."""
+    from pycuda_conv import cli
+
+    for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS"):  # xdist sets COLUMNS
+        monkeypatch.delenv(name, raising=False)
+
+    def run(*arguments):
+        capsys.readouterr()
+        try:
+            status = cli.main([str(a) for a in arguments])
+        except SystemExit as exit:  # argparse leaves by itself, and so do signals
+            status = exit.code
+        return (status, *capsys.readouterr())
+
+    return run
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def where(request):
     """Where torch's tensors lie."""
-    torch = pytest.importorskip("torch")
+    import torch
+
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("torch sees no GPU")
     return request.param

@@ -1,24 +1,19 @@
 """Borders of the image's own pixels: forward and gradients, every kind of array, against numpy.pad and float64."""
 
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from reference import DTYPES, reference
 
 import pycuda_conv as pc
+import pycuda_conv.nn as pn
 from pycuda_conv import ConvArgumentError, ConvProblem, Plan, borders, engines
 from pycuda_conv.execute.pieces import pieces
 from pycuda_conv.runtime import get_device
 
-try:
-    import torch
-
-    import pycuda_conv.nn as pn
-except ImportError:
-    torch = None
-
-needs_torch = pytest.mark.skipif(torch is None, reason="torch is not installed")
 NUMPYS = {"zeros": "constant", "constant": "constant", "replicate": "edge", "reflect": "reflect", "circular": "wrap", "symmetric": "symmetric"}
 
 
@@ -123,7 +118,6 @@ def test_a_border_in_its_simplest_form():
 # ---- numbers
 
 
-@needs_torch
 @pytest.mark.parametrize("seed", range(24))
 def test_drawn_borders(device, seed):
     """Forward and both gradients, exact in whole numbers, into poisoned arrays."""
@@ -266,7 +260,6 @@ def test_streams_of_inputs(device):
     np.testing.assert_array_equal(np.concatenate(found)[:, 0, 0, 0], [4, 16, 28])
 
 
-@needs_torch
 @pytest.mark.parametrize("seed", range(8))
 def test_torch_and_its_gradients(where, seed):
     """First and second derivatives, of tensors of either layout."""
@@ -291,7 +284,6 @@ def test_torch_and_its_gradients(where, seed):
     torch.testing.assert_close(by_dy, tangent)
 
 
-@needs_torch
 def test_forward_and_double_derivatives_by_torchs_check():
     x, w = torch.randn(2, 2, 5, 4, dtype=torch.float64, requires_grad=True), torch.randn(2, 2, 3, 3, dtype=torch.float64, requires_grad=True)
 
@@ -302,7 +294,6 @@ def test_forward_and_double_derivatives_by_torchs_check():
     assert torch.autograd.gradgradcheck(convolved, (x, w))
 
 
-@needs_torch
 @pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
 def test_modules_make_no_padded_copy(where, mode, monkeypatch):
     theirs = torch.nn.Conv2d(3, 4, 3, padding=(2, 1), padding_mode=mode, dtype=torch.float64, device=where)
@@ -314,7 +305,6 @@ def test_modules_make_no_padded_copy(where, mode, monkeypatch):
     torch.testing.assert_close(ours(x), expected)
 
 
-@needs_torch
 def test_compiled_code():
     x, w = torch.randn(2, 3, 6, 5, dtype=torch.float64), torch.randn(4, 3, 3, 3, dtype=torch.float64)
 
@@ -404,7 +394,50 @@ def test_layers_with_borders_take_their_kernels():
     assert circular == engines.Bordered(str(zeros))
 
 
-@needs_torch
+def bordered(problem, rims, device):
+    """The configuration with the choice for the wider image, or for the one among zeros and a launch for the rims; None where none is possible."""
+    inner = replace(problem, border=None, border_value=0.0) if rims else problem.padded
+    config = (engines.Rims if rims else engines.Bordered)(str(engines.choose(inner, get_device(device))))
+    return config if engines.refusal(problem, config, get_device(device)) is None else None
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_rims_of_a_convolution_among_zeros(device, seed):
+    """Both layouts and directions, any rank, borders that differ from side to side, groups, strides, dilations, and what finishes a sum."""
+    rng = np.random.default_rng(900 + seed)
+    near = [mode for mode in borders.MODES if mode != "constant"]
+    while True:
+        ndim, depthwise, forward = (1, 2, 2, 3)[seed % 4], rng.random() < 0.4, bool(seed // 4 % 2)
+        c, k = (1, 1) if depthwise else rng.integers(1, 4, 2).tolist()
+        groups, dtype = int(rng.integers(1, 4)) * (8 if depthwise else 1), str(rng.choice(["float32", "float64", "float16"]))
+        taps, size = rng.integers(1, 5, ndim), rng.integers(2, 13, ndim)
+        pads = tuple((int(a), int(b)) for a, b in rng.integers(0, 4, (ndim, 2)))
+        modes = tuple((str(a), str(b)) for a, b in rng.choice(near, (ndim, 2)))
+        x_shape, w_shape = (int(rng.integers(1, 10)), groups * c, *map(int, size)), (groups * k, c, *map(int, taps))
+        options = {"stride": tuple(map(int, rng.integers(1, 3, ndim))), "dilation": tuple(map(int, rng.integers(1, 3, ndim))), "groups": groups}
+        given = {"padding": pads, "padding_mode": modes, "dtype": dtype, "layout": "NHWC" if ndim > 1 and rng.random() < 0.5 else "NCHW", **options}
+        if any(n + sum(pair) <= d * (t - 1) for n, pair, d, t in zip(size, pads, options["dilation"], taps, strict=True)):
+            continue
+        y_shape = ConvProblem.forward(ndim, x_shape, w_shape, **given).result_shape
+        finish = {"bias_shape": w_shape[:1], "residual_shape": y_shape, "activation": "relu"} if rng.random() < 0.5 else {}
+        problem = ConvProblem.forward(ndim, x_shape, w_shape, **given, **finish) if forward else ConvProblem.gradient("input", ndim, x_shape, w_shape, y_shape, **given)
+        config = problem.border is not None and bordered(problem, True, device)
+        if config:
+            break
+    x, w, dy, residual = (rng.integers(-2, 3, shape).astype(dtype) for shape in (x_shape, w_shape, y_shape, y_shape))
+    bias, drawn, plan = rng.integers(-3, 4, w_shape[0]).astype(dtype), Drawn(0), Plan(problem, device, config=config)
+    drawn.ndim, drawn.pads, drawn.modes, drawn.value, drawn.options = ndim, pads, modes, 0.0, options
+    assert "rims" in plan.explain() and not (plan.redoes and not forward)
+    exact = [one.astype(np.float64) for one in (x, w, dy, residual, bias)]
+    if not forward:
+        np.testing.assert_array_equal(plan(dy, w).astype(np.float64), drawn.by_torch(exact[0], exact[1], exact[2])[0])
+        return
+    expected = drawn.by_torch(exact[0], exact[1])
+    if finish:
+        expected = np.maximum(expected + exact[4].reshape(-1, *(1,) * ndim) + exact[3], 0)
+    np.testing.assert_array_equal(plan(x, w, *((bias,) if finish else ()), residual=residual if finish else None).astype(np.float64), expected)
+
+
 @pytest.mark.parametrize("seed", range(16))
 def test_gradients_of_depthwise_layers_add_the_border(device, seed):
     """Both layouts, strides, dilations, several filters a channel, more planes than a thread has, paddings that take many summands."""
@@ -425,6 +458,9 @@ def test_gradients_of_depthwise_layers_add_the_border(device, seed):
     drawn = Drawn(0)
     drawn.ndim, drawn.pads, drawn.modes, drawn.value, drawn.options = ndim, pads, modes, given["padding_value"], options
     expected, _ = drawn.by_torch(np.zeros(x_shape), w.astype(np.float64), dy.astype(np.float64))
-    plan = Plan(problem, device)
-    assert problem.border is None or "fold" in plan.explain()
-    np.testing.assert_array_equal(plan(dy, w).astype(np.float64), expected)
+    forms = (None, "fold", "rims") if problem.border is not None else (None,)
+    for form in forms:
+        config = form and bordered(problem, form == "rims", device)
+        plan = Plan(problem, device, config=config)
+        assert config is None or form in plan.explain()
+        np.testing.assert_array_equal(plan(dy, w).astype(np.float64), expected)

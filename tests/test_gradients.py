@@ -6,6 +6,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import simt
+import torch
 from hypothesis import given
 from on_gpu import Arrays
 from reference import DTYPES, EPS, SUM_EPS, TINY, assert_close, assert_exact, channels_last, is_channels_last, run, tensor
@@ -19,8 +20,6 @@ from pycuda_conv.engines.hopper import gemm as implicit_gemm
 from pycuda_conv.engines.hopper.gemm import ImplicitGemm
 from pycuda_conv.engines.mma.gemm import ImplicitGemm80
 from pycuda_conv.runtime import get_device
-
-torch = pytest.importorskip("torch", reason="gradients are compared with torch's")
 
 OF = ["input", "weight"]
 FILTER, SIZE = (2, 3, 2), (5, 7, 6)
@@ -70,6 +69,7 @@ PARAMETERS = [
 ]  # fmt: skip
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
 @pytest.mark.parametrize("options", PARAMETERS, ids=str)
 @pytest.mark.parametrize("ndim", [1, 2, 3])
@@ -198,7 +198,7 @@ def test_a_matrix_product_adds_up_256_products_by_themselves(device):
 
 @pytest.mark.parametrize(("size", "limit"), [((3, 4), 1.6e-7), ((5, 7), 2.5e-7)])
 def test_a_transposed_convolution_adds_up_few_filters_or_a_row_by_themselves(device, size, limit):
-    """A block's 16 filters in one chain would be off by 2.2e-7 and 3.3e-7. Filters of 3x3 have a text of their own on a GPU, which is such a chain."""
+    """A block's 16 filters in one chain would be off by 2.2e-7 and 3.3e-7. A GPU's own text for 3x3 is such a chain."""
     dy, w = (np.random.default_rng(seed).standard_normal(shape).astype("f") for seed, shape in ((1, (1, 16, 9, 9)), (2, (16, 8, *size))))
     assert off(Dgrad(128, 16, 8), device, ConvProblem.transposed(2, dy.shape, w.shape), dy, w) < limit
 

@@ -1,4 +1,4 @@
-"""Large filters by a library's transforms: elements are as right as sums of products, whatever the numbers; and what `algorithm` asks for."""
+"""Large filters by a library's transforms: elements are as right as sums, whatever the numbers; and what `algorithm` asks for."""
 
 import pickle
 from dataclasses import replace
@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import test_epilogue as epilogue
+import torch
 from reference import DISTRIBUTIONS, DTYPES, TINY, assert_close, assert_exact, assert_lost_alike, by_turns, check, dgrad, fprop, run
 
 import pycuda_conv as pc
@@ -218,7 +219,6 @@ def test_buffers_of_opencl(device):
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
 def test_torch_s_functions_make_the_same(dtype):
     """What a GPU computes, by torch on the CPU."""
-    torch = pytest.importorskip("torch")
     for case in (CASES[2], CASES[3], CASES[8], LARGE):
         args = library_fft.transforms(case.problem(dtype).launched)
         x, w, _ = case.normals(dtype)
@@ -235,7 +235,6 @@ def test_torch_s_functions_make_the_same(dtype):
 
 @pytest.mark.gpu
 def test_a_captured_graph_on_a_gpu():
-    torch = pytest.importorskip("torch")
     x, w, b = (torch.from_numpy(a).cuda() for a in SMALL.normals("float32"))
     made = plan(SMALL, "cuda:0")
     expected = made(x, w, b)
@@ -305,7 +304,6 @@ def test_functions_take_it(device, function):
 
 
 def test_gradients_of_torch_go_the_same_way(monkeypatch):
-    torch = pytest.importorskip("torch")
     seen = []
     made = engines.registry._fastest
     monkeypatch.setattr(engines.registry, "_fastest", lambda problem, device: seen.append(problem) or made(problem, device))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import simt
 from modes import program_of
-from reference import reference
+from reference import DTYPES, reference
 from test_borders import NUMPYS, padded
 from test_borders import Drawn as Case
 
@@ -322,3 +324,52 @@ def test_patches_of_few_inputs_show_their_columns(seed):
         want = reference(False, ndim, padded(x.astype(np.float64), pads, tuple(modes)), w, b, **options)
         got = simt.computed(problem, config, x, w, b, seeds=(seed,))
     np.testing.assert_array_equal(got.astype(np.float64), want.astype(dtype).astype(np.float64))
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("gradient", [False, True])
+def test_rims_on_tensor_cores(seed, gradient):
+    """Channels that leave some of a tile and of a step over, groups, and several images whose rims share a block."""
+    rng = np.random.default_rng(2000 + seed)
+    if seed % 3 == 2 and "bfloat16" not in DTYPES:
+        pytest.skip("numpy has no bfloat16 here")
+    dtype, layout, groups = ("float16", "float32", "bfloat16")[seed % 3], ("NCHW", "NHWC")[seed // 3 % 2], 1 + seed % 2
+    c, k = (16 + 8 * int(rng.integers(0, 3)) for _ in range(2))
+    if seed > 8:
+        c, k = c + 65, k + 3
+    taps, size, pads = rng.integers(2, 4, 2), rng.integers(5, 9, 2), rng.integers(0, 3, (2, 2))
+    pads[0, 0] += 1
+    modes, pads = tuple((str(a), str(b)) for a, b in rng.choice(NEAR[1:], (2, 2))), tuple((int(a), int(b)) for a, b in pads)
+    x_shape, w_shape = (3, groups * c, *map(int, size)), (groups * k, c, *map(int, taps))
+    options = {"stride": 1 + seed // 6 % 2, "dilation": tuple(map(int, rng.integers(1, 3, 2))), "groups": groups}
+    given = {"padding": pads, "padding_mode": modes, "dtype": dtype, "layout": layout, **options}
+    problem = ConvProblem.forward(2, x_shape, w_shape, w_shape[:1], activation="relu", **given)
+    y_shape = problem.result_shape
+    if gradient:
+        problem = ConvProblem.gradient("input", 2, x_shape, w_shape, y_shape, **given)
+    inner = engines.ImplicitGemm80(64, 128, 4) if seed % 4 else engines.choose(replace(problem, border=None), Target("sm_90a"))
+    config = engines.Rims(str(inner))
+    x, w, dy = (rng.integers(-1, 2, shape).astype("float32") for shape in (x_shape, w_shape, y_shape))
+    b, drawn = rng.integers(-3, 4, w_shape[0]).astype("float32"), Case(0)
+    drawn.ndim, drawn.pads, drawn.modes, drawn.value, drawn.options = 2, pads, modes, 0.0, options
+    got = simt.computed(problem, config, *(one.astype(dtype) for one in ((dy, w) if gradient else (x, w, b))), seeds=(seed,))
+    x, w, dy = (one.astype(np.float64) for one in (x, w, dy))
+    want = drawn.by_torch(x, w, dy)[0] if gradient else np.maximum(drawn.by_torch(x, w) + b.reshape(-1, 1, 1), 0)
+    np.testing.assert_array_equal(got.astype(np.float64), want)
+
+
+def test_rims_that_are_not_finite_are_summed_again():
+    for gradient in (False, True):
+        given = {"padding": 1, "padding_mode": "reflect"}
+        problem = ConvProblem.forward(2, (2, 16, 6, 7), (16, 16, 3, 3), **given)
+        problem = ConvProblem.gradient("input", 2, (2, 16, 6, 7), (16, 16, 3, 3), problem.result_shape, **given) if gradient else problem
+        rng, drawn = np.random.default_rng(5), Case(0)
+        x, w = (rng.standard_normal(shape).astype("float32") for shape in ((2, 16, 6, 7), (16, 16, 3, 3)))
+        x[0, 3, 0, 2], x[1, 5, 3, 0], x[1, :, 5], w[2] = np.inf, np.nan, 1e36, w[2] * 1e-20
+        drawn.ndim, drawn.pads, drawn.modes, drawn.value, drawn.options = 2, ((1, 1),) * 2, (("reflect",) * 2,) * 2, 0.0, {}
+        with np.errstate(all="ignore"):
+            want, size = (drawn.by_torch(one(x).astype(float), one(w).astype(float), one(x).astype(float) if gradient else None) for one in (np.asarray, abs))
+            want, size = (want[0], size[0]) if gradient else (want, size)
+            got = simt.computed(problem, engines.Rims(str(engines.ImplicitGemm80(64, 128, 4))), x, w)
+            wrong = ~((abs(got - want) <= 1e-6 * size) | (np.isnan(got) & np.isnan(want)) | (got == want.astype("float32")))
+        assert not wrong.any() and np.isinf(want).any() and np.isnan(want).any(), np.argwhere(wrong)[:5]

@@ -18,20 +18,22 @@ DEVICE int near_pixel(int i, int n, side_t before, side_t behind) {
   return (unsigned)shown < (unsigned)n ? shown : -1;
 }
 
-#ifndef __OPENCL_VERSION__
 // The places that show a pixel, in the image with its border, of which `before` places lie before the image and `after` behind it: its own place, then a
 // run of neighbouring ones at each side, which may be empty.
-struct Shown {
+typedef struct Shown {
   int own, first, last, many, count;  // the first place before the image and the first one behind it; places before it, and all
-  DEVICE Shown(int i, int n, int before, int after, side_t side, side_t last_side) {
-    const int step = ((int)side & 3) - 1, start = (int)side >> 2, place = step * (i - start);
-    const int last_step = ((int)last_side & 3) - 1, last_start = (int)last_side >> 2, last_place = last_step * (i - last_start);
-    own = before + i;
-    first = step == 0 ? 0 : before + place;
-    many = step == 0 ? (i == start ? before : 0) : place < 0 && place >= -before;
-    last = before + (last_step == 0 ? n : last_place);
-    count = 1 + many + (last_step == 0 ? (i == last_start ? after : 0) : last_place >= n && last_place < n + after);
-  }
-  DEVICE int operator[](int number) const { return number == 0 ? own : number <= many ? first + number - 1 : last + number - 1 - many; }
-};
-#endif
+} Shown;
+DEVICE Shown shown_of(int i, int n, int before, int after, side_t side, side_t last_side) {
+  const int step = ((int)side & 3) - 1, start = (int)side >> 2, place = step * (i - start);
+  const int last_step = ((int)last_side & 3) - 1, last_start = (int)last_side >> 2, last_place = last_step * (i - last_start);
+  Shown found;
+  found.own = before + i;
+  found.first = step == 0 ? 0 : before + place;
+  found.many = step == 0 ? (i == start ? before : 0) : place < 0 && place >= -before;
+  found.last = before + (last_step == 0 ? n : last_place);
+  found.count = 1 + found.many + (last_step == 0 ? (i == last_start ? after : 0) : last_place >= n && last_place < n + after);
+  return found;
+}
+DEVICE int shown_place(Shown of, int number) {
+  return number == 0 ? of.own : number <= of.many ? of.first + number - 1 : of.last + number - 1 - of.many;
+}

@@ -322,15 +322,15 @@ __device__ MagnitudeRange pack_tile(const in_t* __restrict__ x, uint4* __restric
       store_at(((d + (int)shape.before_d) * wide_h + h + (int)shape.before_h) * wide_w + w + (int)shape.before_w);
       return;
     }
-    const Shown of_d(d, (int)shape.d, (int)shape.before_d, (int)shape.after_d, shape.side_d, shape.last_side_d);
-    const Shown of_h(h, (int)shape.h, (int)shape.before_h, (int)shape.after_h, shape.side_h, shape.last_side_h);
-    const Shown of_w(w, (int)shape.w, (int)shape.before_w, (int)shape.after_w, shape.side_w, shape.last_side_w);
+    const Shown of_d = shown_of(d, (int)shape.d, (int)shape.before_d, (int)shape.after_d, shape.side_d, shape.last_side_d);
+    const Shown of_h = shown_of(h, (int)shape.h, (int)shape.before_h, (int)shape.after_h, shape.side_h, shape.last_side_h);
+    const Shown of_w = shown_of(w, (int)shape.w, (int)shape.before_w, (int)shape.after_w, shape.side_w, shape.last_side_w);
 #pragma unroll 1
     for (int a = 0; a < of_d.count; ++a)
 #pragma unroll 1
       for (int b = 0; b < of_h.count; ++b)
 #pragma unroll 1
-        for (int c = 0; c < of_w.count; ++c) store_at((of_d[a] * wide_h + of_h[b]) * wide_w + of_w[c]);
+        for (int c = 0; c < of_w.count; ++c) store_at((shown_place(of_d, a) * wide_h + shown_place(of_h, b)) * wide_w + shown_place(of_w, c));
   };
 #else
   auto store_limbs = [&](int pixel, int chunk, const auto& of) {

@@ -8,12 +8,14 @@ DEVICE void store_moments(const float (&sum)[WGMMA_N / 2], const Rows& rows, con
   const int lane = threadIdx.x % 32, count = min(rows.end - rows.pixel, WGMMA_N);
   if (count <= 0) return;
   const int slice = rows.pixel / WGMMA_N;
-  // if all pixels are real and have one scale, which is common, the raw sums' moments are scaled at the end
-  bool alike = OUT == 32 && count == WGMMA_N;
   auto scale_of = [&](int pixel) { return SCALED ? output.scales[pixel] : 1; };
+  bool alike = false;
+  if (OUT == 32) {  // if all pixels are real and have one scale, which is common, the raw sums' moments are scaled at the end
+    alike = count == WGMMA_N;
 #pragma unroll
-  for (int i = 0; i < WGMMA_N; i += 32) alike &= scale_of(min(i + lane, WGMMA_N - 1)) == scale_of(0);
-  alike = __all_sync(~0u, alike);
+    for (int i = 0; i < WGMMA_N; i += 32) alike &= scale_of(min(i + lane, WGMMA_N - 1)) == scale_of(0);
+    alike = __all_sync(~0u, alike);
+  }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float factor = scale_of(0) * rows.scale_w[half];
@@ -21,15 +23,18 @@ DEVICE void store_moments(const float (&sum)[WGMMA_N / 2], const Rows& rows, con
       return to_float(from_float<out_t>(rows.finish[half].shifted(shape, sum[4 * i + 2 * half + e], scale_of(8 * i + 2 * (lane % 4) + e) * rows.scale_w[half])));
     };
     const float first = __shfl_sync(~0u, alike ? sum[2 * half] : value(0, 0), lane & ~3);
-    Deviations of;
+    Deviations of, odd;  // two sums: an addition does not wait for the one before it
     auto add_all = [&](const auto& deviation) {
 #pragma unroll
-      for (int i = 0; i < WGMMA_N / 8; ++i)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) of.add(deviation(i, e));
+      for (int i = 0; i < WGMMA_N / 8; ++i) {
+        of.add(deviation(i, 0));
+        odd.add(deviation(i, 1));
+      }
     };
     if (alike) add_all([&](int i, int e) { return sum[4 * i + 2 * half + e] - first; });
     else add_all([&](int i, int e) { return 8 * i + 2 * (lane % 4) + e < count ? value(i, e) - first : 0; });
+    of.all += odd.all;
+    of.squares += odd.squares;
     of.add_lanes<1, 4>();
     const int m = rows.m + (int)threadIdx.x % 128 / 32 * 16 + lane / 4 + 8 * half;
     if (lane % 4 == 0 && m < (int)shape.rows_group) {

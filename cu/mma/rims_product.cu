@@ -1,0 +1,286 @@
+// rims_product.cu: the results of a convolution that a border changes, as layout/rims.cu computes them, for many channels on the tensor cores.
+//
+//   forward   y[result, k] = epilogue(sum over taps and c of x[pixel, c] * w[k, c, tap]), once more
+//   GRADIENT  y[result, c] += sum over the places outside that show it, the taps and k of x[pixel, k] * w[k, c, tap]
+//   gemm m: result of the rims of all images | gemm n: channel of y in its group | gemm k: (place, tap, channel of x)
+//
+// Mapping  block -> 64 results x 64 channels. Results come region by region; in a region by their place in the rims, then by image, so that those of a
+//          block mostly have the same places and taps: it goes through all, and skips those by which none of its results meets x.
+//          warp -> 32 results x 16 channels.
+// Memory   shared: 128 bytes of channels of x for each result, and of w for each channel of y, 16 bytes apart for ldmatrix; and for each place and tap
+//          which pixel of x each result meets. The next channels are on their way to registers during a product.
+// Sums     PRODUCTS = 3: float32 numbers are split into two TF32 numbers, and three of their products added. After 128 bytes of channels the sum is added to
+//          a float32 sum, because the tensor core truncates its own. What is not finite is summed once more in plain float32.
+//
+// By hand: nvcc -cubin -arch=sm_80 -I cu cu/mma/rims_product.cu
+#ifndef TYPE
+#define TYPE 16       // of the arrays: 32 float, 16 half, 17 bfloat16
+#define PRODUCTS 1    // 3: float32 arithmetic
+#define WIDE_LOADS 0  // whether 16 bytes of channels of x are neighbours in memory, and are loaded at once
+#endif
+#define MOMENTS 0
+#include "core/finish.cuh"
+#include "core/tf32.cuh"
+#include "mma/fragments.cuh"
+typedef long long long_t;
+#include "layout/rims.cuh"
+
+constexpr int THREADS = 256, PIXELS = 64, CHANNELS = 64, LISTED = 64;
+constexpr int PITCH = 144;  // bytes from row to row: 128, and 16 so that ldmatrix meets all banks
+typedef element<TYPE> data_t;
+constexpr int STEP = 128 / sizeof(data_t), IN_WORD = 4 / sizeof(data_t);  // channels of a step, and of a word
+[[maybe_unused]] constexpr int LARGER = 4096;  // core/tf32.cuh
+
+// A result in the rims, and the places that it has.
+struct Rim {
+  int image, pixel;
+  Places of_d, of_h, of_w;
+  DEVICE Rim(const RimsArguments& arg, int number) {
+    const int images = (int)arg.images;
+    int region = 0, rest = number, rims, plain;
+    for (;;) {
+      ++region;
+      rims = (region & 1 ? (int)arg.rim_w : 1) * (region & 2 ? (int)arg.rim_h : 1) * (region & 4 ? (int)arg.rim_d : 1);
+      plain = (region & 1 ? 1 : (int)arg.plain_w) * (region & 2 ? 1 : (int)arg.plain_h) * (region & 4 ? 1 : (int)arg.plain_d);
+      if (region == 7 || rest < rims * plain * images) break;
+      rest -= rims * plain * images;
+    }
+    int in_plain = rest % max(plain, 1), in_rims = rest / max(plain, 1);
+    image = in_rims % images;
+    in_rims /= images;
+    const auto next = [](int& from, int n) {
+      const int at = from % max(n, 1);
+      from /= max(n, 1);
+      return at;
+    };
+    const int in_w = region & 1 ? next(in_rims, (int)arg.rim_w) : next(in_plain, (int)arg.plain_w);
+    const int in_h = region & 2 ? next(in_rims, (int)arg.rim_h) : next(in_plain, (int)arg.plain_h);
+    const int in_d = region & 4 ? next(in_rims, (int)arg.rim_d) : next(in_plain, (int)arg.plain_d);
+    const int w = RESULT_OF(in_w, region & 1, w), h = RESULT_OF(in_h, region & 2, h), d = RESULT_OF(in_d, region & 4, d);
+    pixel = (d * (int)arg.y_h + h) * (int)arg.y_w + w;
+    of_d = PLACES_OF(d, d);
+    of_h = PLACES_OF(h, h);
+    of_w = PLACES_OF(w, w);
+  }
+};
+
+#if PRODUCTS == 3
+// One sum in plain float32; x and w begin at the image's and the channel's first elements.
+static __device__ __noinline__ float recompute_fp32(const RimsArguments& arg, const data_t* x, const data_t* w, const Rim& rim) {
+  float sum = 0;
+  EACH_TAP(a, rim.of_d, t_, t, d_, d)
+  EACH_TAP(b, rim.of_h, r_, r, h_, h)
+  EACH_TAP(c, rim.of_w, s_, s, w_, w)
+  if (!GRADIENT || (a | b | c)) {
+    const data_t* from = x + ((d_ * (int)arg.x_h + h_) * (int)arg.x_w + w_) * arg.x_pixel;
+    const data_t* by = w + ((t_ * (int)arg.r + r_) * (int)arg.s + s_) * arg.w_tap;
+    for (int k = 0; k < (int)arg.read; ++k) sum = fmaf(from[k * arg.x_channel], by[k * arg.w_read], sum);
+  }
+  return sum;
+}
+#endif
+
+// A word of neighbours in gemm k: `count` of them are there, `apart` elements from one to the next.
+DEVICE uint32_t load_channels(const data_t* from, long long apart, int count) {
+#if TYPE == 32
+  const float v = count > 0 ? *from : 0.f;
+  return PRODUCTS == 1 ? to_tf32(v) : __float_as_uint(v);
+#else
+  data_t v[2] = {};
+  if (count > 0) v[0] = from[0];
+  if (count > 1) v[1] = from[apart];
+  return word_of(v[0], v[1]);
+#endif
+}
+
+struct Sums {
+  float of[2][2][4];  // sixteens of pixels, eights of channels
+};
+
+// The products of a step in shared memory, added to `sums`.
+DEVICE void multiply_step(Sums& sums, uint32_t rows, uint32_t columns) {
+  float main[2][2][4] = {}, cross[2][2][4] = {};
+#pragma unroll
+  for (int part = 0; part < 4; ++part) {
+    uint32_t a[2][4], b[4];
+    load_matrices(a[0], rows + 32 * part);
+    load_matrices(a[1], rows + 16 * PITCH + 32 * part);
+    load_matrices(b, columns + 32 * part);
+#if PRODUCTS == 3
+    uint32_t a_low[2][4], b_low[4];
+    const auto split = [](uint32_t& high, uint32_t& low) {
+      const float v = __uint_as_float(high);
+      high = to_tf32(v);
+      low = to_tf32(__uint_as_float(tf32_rest<LARGER>(v, high)));
+    };
+    each(a, a_low, split);
+    each(b, b_low, split);
+#endif
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        multiply<data_t>(main[i][j], a[i], b[2 * j], b[2 * j + 1]);
+#if PRODUCTS == 3
+        multiply<data_t>(cross[i][j], a_low[i], b[2 * j], b[2 * j + 1]);
+        multiply<data_t>(cross[i][j], a[i], b_low[2 * j], b_low[2 * j + 1]);
+#endif
+      }
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+#pragma unroll
+    for (int j = 0; j < 2; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sums.of[i][j][e] += PRODUCTS == 3 ? fmaf(cross[i][j][e], 1.f / LARGER, main[i][j][e]) : main[i][j][e];
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+    rims_product(const data_t* __restrict__ x, const data_t* __restrict__ w, const data_t* __restrict__ bias, const data_t* __restrict__ scale,
+                 const data_t* __restrict__ residual, data_t* __restrict__ y, const __grid_constant__ RimsArguments arg) {
+  AFTER_LAST_LAUNCH
+  __shared__ alignas(16) unsigned char rows[PIXELS * PITCH], columns[CHANNELS * PITCH];
+  __shared__ int met[LISTED][PIXELS], some[LISTED], listed[LISTED], most[3], found;
+  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+  const int tiles = (int)arg.tiles, tile = blockIdx.x % tiles, rest = blockIdx.x / tiles, tiles_n = ((int)arg.made + CHANNELS - 1) / CHANNELS;
+  const int n0 = rest % tiles_n * CHANNELS, group = rest / tiles_n, all = (int)arg.rims * (int)arg.images;
+  const int own = thread % PIXELS, own_row = tile * PIXELS + own;
+  const Rim rim(arg, min(own_row, all - 1));
+  if (thread < 3) most[thread] = 0;
+  __syncthreads();
+  if (thread < PIXELS) {
+    atomicMax(&most[0], rim.of_d.count);
+    atomicMax(&most[1], rim.of_h.count);
+    atomicMax(&most[2], rim.of_w.count);
+  }
+  __syncthreads();
+  const int places_w = most[2], places_h = most[1], taps_s = (int)arg.s, taps_r = (int)arg.r, taps_t = (int)arg.t;
+  const int taps = taps_t * taps_r * taps_s, combinations = most[0] * places_h * places_w * taps, read = (int)arg.read;
+  // what this thread loads: words for one result, or with wide loads 16 bytes for two; and words of one channel of y
+  const long long first_read = (long long)group * read, of_group = GRADIENT ? first_read * arg.w_read : group * arg.made * arg.w_made;
+  const data_t* const filter = w + of_group + (n0 + own) * arg.w_made;
+  const bool has_channel = n0 + own < (int)arg.made;
+#if WIDE_LOADS
+  const int row = thread / 8, word = thread % 8 * 4;
+  const data_t* images[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) images[i] = x + Rim(arg, min(tile * PIXELS + row + 32 * i, all - 1)).image * arg.x_image + first_read * arg.x_channel;
+#else
+  const data_t* const image = x + rim.image * arg.x_image + first_read * arg.x_channel;
+#endif
+  const int word0 = thread / PIXELS;  // of 4 words that are loaded at a time
+  uint32_t of_rows[8], of_columns[8];
+  auto load = [&](int slot, int tap, int k0) {
+#if WIDE_LOADS
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int pixel = met[slot][row + 32 * i], channel = k0 + word * IN_WORD;
+      const uint4 v = pixel >= 0 && channel < read ? *(const uint4*)(images[i] + pixel * arg.x_pixel + channel) : make_uint4(0, 0, 0, 0);
+      const uint32_t words[] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) of_rows[4 * i + e] = PRODUCTS == 1 && TYPE == 32 ? to_tf32(__uint_as_float(words[e])) : words[e];
+    }
+#else
+    const int pixel = met[slot][own];
+    const data_t* const from = image + max(pixel, 0) * arg.x_pixel;
+#endif
+    const data_t* const by = filter + tap * arg.w_tap;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int channel = k0 + (word0 + 4 * i) * IN_WORD;
+#if !WIDE_LOADS
+      of_rows[i] = load_channels(from + channel * arg.x_channel, arg.x_channel, pixel >= 0 ? read - channel : 0);
+#endif
+      of_columns[i] = load_channels(by + channel * arg.w_read, arg.w_read, has_channel ? read - channel : 0);
+    }
+  };
+  auto store = [&] {
+#if WIDE_LOADS
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      *(uint4*)(rows + (row + 32 * i) * PITCH + 4 * word) = make_uint4(of_rows[4 * i], of_rows[4 * i + 1], of_rows[4 * i + 2], of_rows[4 * i + 3]);
+#endif
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+#if !WIDE_LOADS
+      *(uint32_t*)(rows + own * PITCH + 4 * (word0 + 4 * i)) = of_rows[i];
+#endif
+      *(uint32_t*)(columns + own * PITCH + 4 * (word0 + 4 * i)) = of_columns[i];
+    }
+  };
+  // a lane's row of the matrices that it loads
+  const int m0 = warp % 2 * 32, c0 = warp / 2 * 16;
+  const uint32_t from_rows = shared_address(rows) + (m0 + lane % 16) * PITCH + lane / 16 * 16;
+  const uint32_t from_columns = shared_address(columns) + (c0 + lane / 16 * 8 + lane % 8) * PITCH + lane / 8 % 2 * 16;
+  Sums sums = {};
+#pragma unroll 1
+  for (int first = 0; first < combinations; first += LISTED) {
+    const int count = min(combinations - first, LISTED);
+    if (thread < LISTED) some[thread] = 0;
+    __syncthreads();
+    for (int slot = thread / PIXELS; slot < count; slot += THREADS / PIXELS) {
+      const int place = (first + slot) / taps, tap = first + slot - place * taps;
+      const int line = place / places_w, c = place - line * places_w, a = line / places_h, b = line - a * places_h;
+      const int tap_line = tap / taps_s, t = tap_line / taps_r;
+      const int d = MET(rim.of_d, a, t, d), h = MET(rim.of_h, b, tap_line - t * taps_r, h), v = MET(rim.of_w, c, tap - tap_line * taps_s, w);
+      const bool there = (!GRADIENT || place > 0) && (d | h | v) >= 0 && own_row < all;
+      met[slot][own] = there ? (d * (int)arg.x_h + h) * (int)arg.x_w + v : -1;
+      if (there) some[slot] = 1;
+    }
+    __syncthreads();
+    if (warp == 0) {  // the slots by which some result meets x
+      const unsigned low = __ballot_sync(~0u, some[lane]), high = __ballot_sync(~0u, some[lane + 32]), before = (1u << lane) - 1;
+      if (some[lane]) listed[__popc(low & before)] = lane;
+      if (some[lane + 32]) listed[__popc(low) + __popc(high & before)] = lane + 32;
+      if (lane == 0) found = __popc(low) + __popc(high);
+    }
+    __syncthreads();
+    int number = 0, k0 = 0;
+    const int steps = found * ((read + STEP - 1) / STEP);
+    if (steps) load(listed[0], (first + listed[0]) % taps, 0);
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step) {
+      __syncthreads();
+      store();
+      __syncthreads();
+      k0 += STEP;
+      if (k0 >= read) {
+        k0 = 0;
+        ++number;
+      }
+      if (step + 1 < steps) load(listed[number], (first + listed[number]) % taps, k0);
+      multiply_step(sums, from_rows, from_columns);
+    }
+    __syncthreads();
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int number = tile * PIXELS + m0 + 16 * i + 8 * half + lane / 4;
+      if (number >= all) continue;
+      const Rim at(arg, number);
+      const long long to = at.image * arg.y_image + at.pixel * arg.y_pixel;
+#pragma unroll
+      for (int j = 0; j < 2; ++j)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int channel = n0 + c0 + 8 * j + lane % 4 * 2 + e, k = group * (int)arg.made + channel;
+          if (channel >= (int)arg.made) continue;
+          float v[1] = {sums.of[i][j][2 * half + e]};
+#if PRODUCTS == 3
+          if (!(fabsf(v[0]) < INFINITY))
+            v[0] = recompute_fp32(arg, x + at.image * arg.x_image + first_read * arg.x_channel, w + of_group + channel * arg.w_made, at);
+#endif
+          const long long element = to + k * arg.y_channel;
+          if (GRADIENT) {
+            v[0] += to_float(y[element]);
+          } else {
+            const Finish<false> finish{ScaleAndBias(arg, scale, bias, k)};
+            v[0] = finish.whole(arg, v[0], 1, has_residual(arg) ? to_float(residual[element]) : -0.f);
+            activate(arg, v);
+          }
+          y[element] = from_float<data_t>(v[0]);
+        }
+    }
+}

@@ -1,0 +1,77 @@
+"""Convolutions with a border of the image's own pixels, by another engine as if there were zeros, and a launch for the results at the rims.
+
+``cu/layout/rims.cu`` and ``cu/mma/rims_product.cu`` compute the few rows and columns of a result that the border changes again. To those
+of a gradient by the input they add what the border shows. So no array of the wider image is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from pycuda_conv.engines import registry
+from pycuda_conv.engines.compose.delegate import Around, Delegating, delegate_of
+from pycuda_conv.engines.costs import costs, spread
+from pycuda_conv.engines.layout import rims
+from pycuda_conv.engines.limits import Takes, Tiles
+from pycuda_conv.engines.schedule import Schedule
+from pycuda_conv.engines.variants import VariantSet
+from pycuda_conv.problem import ConvProblem
+from pycuda_conv.runtime.base import Device, KernelLaunch
+
+
+@dataclass(frozen=True)
+class Rims(Delegating):
+    """The configuration for the image among zeros, as text."""
+
+
+CONFIGS = (Rims,)
+LAYOUTS = "NCHW", "NHWC"
+TENSOR_CORES = True
+MOST_VARIANTS = {"cuda": 38, "opencl": 22}
+
+
+# ---- what runs
+
+
+def adapts(problem: ConvProblem) -> bool:
+    """Whether there is such a border."""
+    return rims.refusal(problem) is None
+
+
+def _among_zeros(problem: ConvProblem) -> ConvProblem:
+    """The problem of the other engine, as it is launched."""
+    return replace(problem, border=None, border_value=0.0).launched
+
+
+TAKES = Takes(rims.refusal)
+LEGAL = Tiles(TAKES, Rims, lambda problem, config: AROUND.fits(problem, config))
+
+
+def schedule(problem: ConvProblem, config: Rims, device: Device, with_moments: bool = False) -> Schedule:
+    """The launches of `config`, which can run `problem`; they note no moments."""
+    made = registry.schedule(_among_zeros(problem), delegate_of(config), device)
+
+    def followed(steps: list[list[KernelLaunch]], filter_last: bool = False) -> list[list[KernelLaunch]]:
+        return [*steps, [rims.launch(problem, device, filter_last)]]
+
+    last, redoes = made.filter_last and followed(made.filter_last, True), made.redoes or problem.direction == "fprop"
+    return replace(made, steps=followed(made.steps), whole=followed(made.whole), redoes=redoes, filter_last=last, moments=None)
+
+
+def variants(device: Device) -> Iterator[VariantSet]:
+    """A text for each type, layout and direction."""
+    yield from rims.variants(device)
+
+
+# ---- the choice
+
+COST = costs("compose.rims")
+
+
+def _rims_us(problem: ConvProblem, delegate: object, device: Device) -> float:
+    """Microseconds of the launch for the rims."""
+    return COST.BEGIN + spread(rims.work(problem) / COST.SUMMANDS, device.multiprocessors)
+
+
+AROUND: Around = Around(_among_zeros, _rims_us, lambda _: Rims, adapts)
