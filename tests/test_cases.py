@@ -67,7 +67,7 @@ def test_every_engine_has_cases():
 
 #: Engines whose tests are no data yet.
 ELSEWHERE = {
-    "blocks": "test_block_fft.py", "library_fft": "test_library_fft.py", "fft": "test_fft.py", "bordered": "test_borders.py", "upsampled": "test_upsampling.py",
+    "blocks": "test_block_fft.py", "library_fft": "test_library_fft.py", "fft": "test_fft.py", "bordered": "test_borders.py", "rims": "test_borders.py", "upsampled": "test_upsampling.py",
 }  # fmt: skip
 
 

@@ -26,7 +26,7 @@ class Rims(Delegating):
 
 
 CONFIGS = (Rims,)
-LAYOUTS = "NCHW", "NHWC"
+LAYOUTS = "NCHW", "NHWC", "CNHW", "CHWN"
 TENSOR_CORES = True
 MOST_VARIANTS = {"cuda": 38, "opencl": 22}
 

@@ -1,4 +1,7 @@
-"""The results that a border changes, behind a convolution among zeros: ``cu/layout/rims.cu``, ``cu/mma/rims_product.cu``."""
+"""The results that a border changes, behind a convolution among zeros: ``cu/layout/rims.cu``, ``cu/mma/rims_product.cu``.
+
+A gradient by the filter gets what the border adds to it from ``cu/layout/rims_filter.cu``.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from pycuda_conv.engines.geometry import (
     read_strides,
     written_strides,
 )
-from pycuda_conv.engines.schedule import OPERANDS, grid_refusal
+from pycuda_conv.engines.schedule import INPUT, OPERANDS, RESULT, WEIGHT, grid_refusal
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, products
 from pycuda_conv.engines.variants import FLAG, Defines, VariantSet
@@ -32,7 +35,13 @@ VECTORS = {"float16": 8, "bfloat16": 8, "float32": 4, "float64": 1}  # neighbour
 LEAST_CHANNELS = 16  # of a group, from which on tensor cores multiply
 RESULTS, CHANNELS = 64, 64  # of a block on tensor cores
 
+#: Products of channels of a group by whose filter a gradient is asked for.
+MOST_PRODUCTS = 16
+#: By the layout of a gradient by the filter as it is launched: neighbouring channels of a block, and its threads.
+OF_FILTER = {"CNHW": (1, 256), "CHWN": (8, 1024)}
+
 RimsArguments = kernel_struct("rims.cuh", "RimsArguments")
+RimsFilterArguments = kernel_struct("rims_filter", "RimsFilterArguments")
 
 
 @lru_cache(maxsize=256)
@@ -65,11 +74,13 @@ def _met(problem: ConvProblem, axis: int, j: int) -> range:
 def refusal(problem: ConvProblem) -> str | None:
     """Why the launch can't put the border of `problem` in, or None if it can."""
     if problem.direction == "wgrad" or problem.border is None or problem.input_dtype or problem.result_dtype or problem.upsampled:
-        return "rims are of convolutions of floats with a border, and of gradients by their input"
-    if problem.layout not in ("NCHW", "NHWC"):
-        return f"rims are of arrays in NCHW and NHWC, not in {problem.layout}"
+        return "rims are of convolutions of floats with a border, and of their gradients"
     if near_sides(problem) is None:
         return "a side is filled, or its border goes on beyond the image's other end"
+    if problem.layout in OF_FILTER:
+        if problem.has_depth or problem.N * problem.K // problem.groups > MOST_PRODUCTS:
+            return "rims of gradients by the filter are of images in groups of few channels"
+        return None
     if max(map(len, runs(problem))) > 2:
         return "more than two runs of results along an axis meet the border"
     return grid_refusal(_threads(problem)[0] // THREADS)
@@ -89,6 +100,10 @@ def results(problem: ConvProblem) -> int:
 
 def work(problem: ConvProblem) -> float:
     """What the launch takes: elements that it changes, each as many times as it has summands, and some more for its place."""
+    if problem.layout in OF_FILTER:
+        rows, columns = (2 * sum(pair) for pair in zip(problem.padding_before[1:], problem.padding_after[1:], strict=True))
+        outside = rows * problem.filter_size[2] * problem.output_size[2] + columns * problem.filter_size[1] * problem.output_size[1]
+        return 4.0 * outside * problem.C * problem.N * (problem.K // problem.groups)
     taps = math.prod(problem.filter_size) ** (0.5 if problem.direction == "dgrad" else 1)
     return results(problem) * problem.N * problem.result_channels * (8 + problem.operand_channels // problem.groups * taps)
 
@@ -109,6 +124,8 @@ def on_tensor_cores(problem: ConvProblem, device: Device) -> bool:
 
 def launch(problem: ConvProblem, device: Device, filter_last: bool = False) -> KernelLaunch:
     """The launch, which follows those for zeros around the image. `filter_last`: the filter's second axis is last in memory."""
+    if problem.layout in OF_FILTER:
+        return _of_filter(problem, filter_last)
     (size, chunks, outer), tiles = _threads(problem), ceil(results(problem) * problem.N, RESULTS)
     x, y, (_, w_made, w_read), w_tap = read_strides(problem), written_strides(problem), filter_strides(problem), 1
     if filter_last:
@@ -141,6 +158,27 @@ def launch(problem: ConvProblem, device: Device, filter_last: bool = False) -> K
     return KernelLaunch("border_rims", defines, ceil(size, THREADS), THREADS, OPERANDS, (), "rims", arguments=args)
 
 
+def _of_filter(problem: ConvProblem, filter_last: bool) -> KernelLaunch:
+    """The launch for a gradient by the filter, as it is launched: its images and channels have changed places."""
+    lanes, threads = OF_FILTER[problem.layout]
+    images, c, k, taps = problem.C // problem.groups, problem.N, problem.K, math.prod(problem.output_size)
+    (_, h, w), (_, p, q) = problem.input_size, problem.filter_size
+    last = problem.layout == "CHWN"
+    of_x, of_dy = ((1, channels) if last else (plane, 1) for channels, plane in ((c * problem.groups, h * w), (k, p * q)))
+    blocks_k = ceil(k, lanes)
+    args = arguments(
+        RimsFilterArguments, images=images, k=k, c=c, k_group=k // problem.groups, blocks_k=blocks_k, h=h, w=w, p=p, q=q,
+        **by_axis("", problem.output_size[1:], "rs"), taps=taps, x_image=c * problem.groups * h * w, x_channel=of_x[0], x_pixel=of_x[1],
+        dy_image=k * p * q, dy_channel=of_dy[0], dy_pixel=of_dy[1], dw_k=c * taps, dw_c=1 if filter_last else taps,
+        dw_tap=c if filter_last else 1, **by_axis("pad_", problem.padding_before[1:], "hw"),
+        **by_axis("stride_", problem.dilation[1:], "hw"), **by_axis("dilation_", problem.stride[1:], "hw"),
+        **{name: value for name, value in (near_sides(problem) or {}).items() if not name.endswith("d")},
+    )  # fmt: skip
+    defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(needs_64_bits(problem)), "THREADS": threads, "LANES": lanes}
+    buffers = INPUT, WEIGHT, RESULT
+    return KernelLaunch("border_rims_filter", defines, blocks_k * c * taps, threads, buffers, (), "rims_filter", arguments=args)
+
+
 def _goes(defines: Defines) -> bool:
     vector = {code: VECTORS[dtype] for dtype, code in DTYPE_CODES.items()}[defines["DTYPE"]]
     return defines["VECTOR"] in ((1, vector) if defines["NHWC"] else (1,))
@@ -152,6 +190,8 @@ def variants(device: Device) -> Iterator[VariantSet]:
         "DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "THREADS": (THREADS,), "NHWC": FLAG, "VECTOR": (1, 4, 8), "GRADIENT": FLAG,
     }
     yield VariantSet("rims", choices, _goes)
+    choices = {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "THREADS": (256, 1024), "LANES": (1, 8)}
+    yield VariantSet("rims_filter", choices, lambda defines: (defines["LANES"], defines["THREADS"]) in OF_FILTER.values())
     if device.backend == "cuda" and device.capability >= (8, 0):
         choices = {"TYPE": (16, 17, 32), "PRODUCTS": (1, 3), "WIDE_LOADS": FLAG, "GRADIENT": FLAG}
         yield VariantSet("rims_product", choices, lambda defines: defines["PRODUCTS"] == 1 or defines["TYPE"] == 32)
