@@ -11,6 +11,7 @@ import gc
 import importlib.util
 import math
 import os
+import signal
 import sys
 import time
 from collections import Counter
@@ -36,6 +37,9 @@ from hypothesis import HealthCheck, settings
 
 HAS_PYCUDA = importlib.util.find_spec("pycuda") is not None
 
+#: Of a test whose workers, should one be lost, leave it waiting for ever: it fails by itself, and others use its cluster on.
+ends_soon = pytest.mark.timeout(200, method="signal")
+
 # every example compiles kernels of its own, a third of a second on PoCL and a second or two with nvcc
 _common = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
 settings.register_profile("default", max_examples=30, **_common)
@@ -56,6 +60,8 @@ def why_no_opencl() -> str | None:
 
 
 def pytest_configure(config):
+    with contextlib.suppress(ValueError):  # a shell lets a job in its background ignore Ctrl-C, and so would the processes that tests start
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU, PyCUDA and nvcc")
     config.addinivalue_line("markers", "gpu_alone: a GPU's test that takes or counts its whole memory: tests of other processes wait")
     config.addinivalue_line("markers", "pairs: of all combinations of a test's parameters as many run as have every pair of their values")
@@ -144,7 +150,9 @@ def pytest_collection_modifyitems(config, items):
         for strength, marker in ((1, "turns"), (2, "pairs")):
             if item.get_closest_marker(marker):
                 groups.setdefault((strength, item.nodeid.partition("[")[0], item.callspec.params.get("device")), []).append(item)
-    dropped = {id(item) for group in groups.values() for item in group} - {id(item) for (strength, *_), group in groups.items() for item in _covering(group, strength)}
+    dropped = {id(item) for group in groups.values() for item in group} - {
+        id(item) for (strength, *_), group in groups.items() for item in _covering(group, strength)
+    }
     items[:] = [item for item in without if id(item) not in dropped]
     if hasattr(config, "workeroutput"):
         config.workeroutput["left_out"] = _left_out[0]
@@ -223,12 +231,21 @@ def nothing_behind_calls():
 
 
 def pytest_addoption(parser):
-    parser.addoption("--optimised", action="store_true", help="let PoCL optimise all kernels, not only those of the tests that are about it")
-    parser.addoption("--torch-versions", action="store_true", help="download the oldest and the newest torch that setup.cfg admits, and try them")
+    parser.addoption(
+        "--optimised", action="store_true", help="let PoCL optimise all kernels, not only those of the tests that are about it"
+    )
+    parser.addoption(
+        "--torch-versions", action="store_true", help="download the oldest and the newest torch that setup.cfg admits, and try them"
+    )
     parser.addoption("--minutes", type=float, default=0, help="skip tests that have not begun after so many minutes, and say so (0: never)")
     # given as --failures=FILE: an argument of its own that is a file makes pytest look for its settings beside that file
-    parser.addoption("--failures", metavar="FILE", help="write each failure to the file as soon as it is known: a run that is ended tells of none")
-    parser.addoption("--all-texts", action="store_true", help="let nvcc compile every text of a kernel that tests name, and try every text of some kernels: see CONTRIBUTING.md")
+    parser.addoption(
+        "--failures", metavar="FILE", help="write each failure to the file as soon as it is known: a run that is ended tells of none"
+    )
+    parser.addoption(
+        "--all-texts", action="store_true",
+        help="let nvcc compile every text of a kernel that tests name, and try every text of some kernels: see CONTRIBUTING.md"
+    )
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -277,10 +294,39 @@ def device(request):
     return request.param
 
 
+@pytest.fixture(scope="session")
+def opencl():
+    """The name of OpenCL's device."""
+    why = why_no_opencl()
+    if why:
+        pytest.skip(why)
+    return "opencl"
+
+
+@pytest.fixture
+def command(capsys, monkeypatch):
+    """Run `pycuda-conv` in this process: (exit status, stdout, stderr)."""
+    from pycuda_conv import cli
+
+    for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS"):  # xdist sets COLUMNS
+        monkeypatch.delenv(name, raising=False)
+
+    def run(*arguments):
+        capsys.readouterr()
+        try:
+            status = cli.main([str(a) for a in arguments])
+        except SystemExit as exit:  # argparse leaves by itself, and so do signals
+            status = exit.code
+        return (status, *capsys.readouterr())
+
+    return run
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def where(request):
     """Where torch's tensors lie."""
-    torch = pytest.importorskip("torch")
+    import torch
+
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("torch sees no GPU")
     return request.param

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import simt
 import test_epilogue as epilogue
+import torch
 from awkward import DEPTHWISE
 from modes import H200, asked, ids_of
 from reference import (
@@ -36,11 +37,6 @@ from pycuda_conv.arguments import ACTIVATIONS as WORDS
 from pycuda_conv.engines.direct.direct import Single
 from pycuda_conv.engines.hopper.dense import DenseNhwc
 from pycuda_conv.runtime.base import KERNEL_DIR
-
-try:
-    import torch
-except ImportError:
-    torch = None
 
 STEEPEST = 1.5  # the largest derivative of all activations here: hard swish's, at 3
 NAMES = [str(one) for one in ACTIVATIONS]
@@ -164,7 +160,7 @@ def test_a_layer_s_activation_is_computed_in_its_place(activation):
 @pytest.mark.gpu
 @pytest.mark.turns
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=NAMES)
-@pytest.mark.parametrize(("case", "mode", "config"), GPU_RUNS[::3], ids=ids_of(GPU_RUNS[::3]))
+@pytest.mark.parametrize(("case", "mode", "config"), GPU_RUNS, ids=ids_of(GPU_RUNS))
 def test_tensor_core_kernels(torch, case, mode, config, activation):
     for everything in (True, False):
         check(Plan(finishing(asked(case, mode), activation, everything), "cuda", config=config), case, launched, "tf32" if "tf32" in mode else "")
@@ -180,7 +176,7 @@ def test_functions(device, activation, kind):
         x, w, b, s, r = arrays(case, "float64", "all", integers=False)
         _, ref = expected(case, activation, "all", (x, w, b, s, r))
         if kind == "torch":
-            x, w, b, s, r = map(pytest.importorskip("torch").from_numpy, (x, w, b, s, r))
+            x, w, b, s, r = map(torch.from_numpy, (x, w, b, s, r))
         if kind == "dask":
             x = pytest.importorskip("dask.array").from_array(x, chunks=(1, -1, *(3,) * case.ndim))
         y = epilogue.function(case)(x, w, b, scale=s, residual=r, activation=activation, **case.options, device=device)
@@ -212,7 +208,6 @@ def by_torch(activation):
     return (lambda v: f.leaky_relu(v, slope)) if word == "leaky_relu" else getattr(f, word)
 
 
-@pytest.mark.skipif(torch is None, reason="torch is not installed")
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=NAMES)
 def test_gradients(device, activation):
     torch.manual_seed(0)
@@ -242,7 +237,6 @@ def test_gradients(device, activation):
     assert torch.autograd.gradcheck(ours, given, fast_mode=fast) and torch.autograd.gradgradcheck(ours, given, fast_mode=fast)
 
 
-@pytest.mark.skipif(torch is None, reason="torch is not installed")
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=NAMES)
 def test_autocast(device, activation):
     where = "cpu" if device == "opencl" else "cuda"

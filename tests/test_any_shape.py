@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import test_epilogue as epilogue
+import torch
 from reference import DTYPES, dgrad, fprop, reference, run
 
 import pycuda_conv as pc
@@ -105,6 +106,7 @@ LAYERS = [
 ]  # fmt: skip
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("of", ["fprop", "input", "weight"])
 @pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
 @pytest.mark.parametrize(("c", "k", "taps", "options"), LAYERS)
@@ -198,7 +200,9 @@ def test_batch_norms_of_all_sizes_share_a_text_for_whole_vectors_and_one_for_oth
     r, found = random.Random(2), set()
     for _ in range(30):
         pixels = Pixels("float32", layout, r.randrange(1, 40), r.randrange(1, 300), r.randrange(2, 4000))
-        for launches, _ in (batch_norm.forward(pixels, 132, "relu"), batch_norm.backward(pixels, 132, "relu", True), batch_norm.channel_sums(pixels, 132)):
+        for launches, _ in (
+            batch_norm.forward(pixels, 132, "relu"), batch_norm.backward(pixels, 132, "relu", True), batch_norm.channel_sums(pixels, 132)
+        ):
             found |= {launch.source() for launch in launches}
     assert len(found) == 3  # two that walk arrays, one that adds slices
 
@@ -247,7 +251,6 @@ ENDS = [(*one, parts) for i, one in enumerate(FINISHED) for parts in (("residual
 
 @pytest.mark.parametrize(("case", "dtype", "layout", "precision", "parts"), ENDS, ids=["-".join(map(str, one)) for one in ENDS])
 def test_constants_of_what_finishes_a_sum_change_no_bit(device, case, dtype, layout, precision, parts, monkeypatch):
-    pytest.importorskip("torch")
     case = replace(case, bias=parts != "residual")
     problem, place = replace(epilogue.finishing(case.problem(dtype), parts), layout=layout, precision=precision), get_device(device)
     if place.backend == "opencl" and dtype == "float16":
@@ -290,7 +293,7 @@ def test_the_constants_of_a_layer_change_no_bit_of_a_filters_gradient(device, x,
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_constants_change_no_bit_of_random_problems(family, monkeypatch):
     """17 of each family: 204 in all."""
-    torch, gpu, first = pytest.importorskip("torch"), get_device("cuda:0"), 17 * families.FAMILIES.index(family)
+    gpu, first = get_device("cuda:0"), 17 * families.FAMILIES.index(family)
 
     def run(plan, operands):
         out = torch.full(plan.result_shape, math.nan, dtype=operands[0].dtype, device=gpu.name)

@@ -47,7 +47,8 @@ def check_same_bits(case, dtype, place, most, **options):
     orders = {}
     for engine, config in _all_configs(problem, device):
         orders.setdefault((engine, engine.sum_order(problem.launched, config)), []).append(config)
-    chosen = {order: configs[:: -(len(configs) // most or 1)][:most] for order, configs in orders.items()}  # from the last, whose tiles are small
+    # from the last, whose tiles are small
+    chosen = {order: configs[:: -(len(configs) // most or 1)][:most] for order, configs in orders.items()}
     chosen = {order: configs for order, configs in chosen.items() if len(configs) > 1}
     schedules = [engines.schedule(problem, config, device) for configs in chosen.values() for config in configs]
     device.compile_all([launch for schedule in schedules for launch in background.launches(schedule)])
@@ -73,14 +74,10 @@ IN_ORDER = [(CASES[0], "float16", False), *((case, "float32", case is CASES[1]) 
 
 
 @pytest.mark.parametrize(("case", "dtype", "optimised"), IN_ORDER, ids=str)
-def test_the_same_order_of_sums_gives_the_same_bits(case, dtype, optimised, request):
+def test_the_same_order_of_sums_gives_the_same_bits(case, dtype, optimised, request, opencl):
     if optimised:
         request.getfixturevalue("optimised")
-    from pycuda_conv.runtime.opencl import why_not
-
-    if why_not():
-        pytest.skip(why_not())
-    assert check_same_bits(case, dtype, "opencl", 2) >= 1
+    assert check_same_bits(case, dtype, opencl, 2) >= 1
 
 
 def test_a_split_sum_is_another_order():
@@ -137,6 +134,13 @@ class Slow:
     def know(self, problem, config, form=lambda schedule: schedule):
         self.ready |= {launch.source() for launch in background.launches(form(engines.schedule(problem, config, self.device)))}
 
+    def know_another(self, problem):
+        """The planner's configuration, and another one of the same bits, whose kernels are known from now on."""
+        best = direct.choose(problem, self.device)[1]
+        other = engines.alternatives(problem, best, self.device)[0]
+        self.know(problem, other)
+        return best, other
+
     def _compile_in_background(self, launches):
         self.asked += [launch.source() for launch in launches]
         self.futures = [Future() for _ in launches]
@@ -149,11 +153,7 @@ class Slow:
 
 
 @pytest.fixture
-def slow(monkeypatch):
-    from pycuda_conv.runtime.opencl import why_not
-
-    if why_not():
-        pytest.skip(why_not())
+def slow(monkeypatch, opencl):
     monkeypatch.setattr(background, "_said", set())
     monkeypatch.setattr(background, "configs_used", {})
     monkeypatch.delenv("PYCUDA_CONV_BACKGROUND", raising=False)
@@ -167,8 +167,7 @@ CASE = fprop((2, 6, 37, 45), (6, 1, 3, 3), padding=1, groups=6)
 
 def test_a_compiled_configuration_stands_in_until_the_better_one_is_ready(slow):
     problem, arrays = CASE.problem(), CASE.normals("float32")
-    best, other, *_ = direct.choose(problem, slow.device)[1], *engines.alternatives(problem, direct.choose(problem, slow.device)[1], slow.device)
-    slow.know(problem, other)
+    best, other = slow.know_another(problem)
     plan = cached_plan(problem, slow.device)
     assert plan.config == other != best and not plan.fixed and slow.asked
     first = run(plan, *arrays)
@@ -187,9 +186,7 @@ def test_the_functions_take_the_better_plan(slow):
     import pycuda_conv as pc
 
     problem = CASE.problem()
-    best = direct.choose(problem, slow.device)[1]
-    other = engines.alternatives(problem, best, slow.device)[0]
-    slow.know(problem, other)
+    best, other = slow.know_another(problem)
     x, w, b = CASE.normals("float32")
     call = lambda: pc.conv2d(x, w, b, padding=1, groups=6, device="opencl")  # noqa: E731
     first, used = call(), []
@@ -205,8 +202,7 @@ def test_the_functions_take_the_better_plan(slow):
 
 def test_what_calls_will_take_in_the_end(slow):
     problem, arrays = CASE.problem(), CASE.normals("float32")
-    best = direct.choose(problem, slow.device)[1]
-    slow.know(problem, engines.alternatives(problem, best, slow.device)[0])
+    best, _ = slow.know_another(problem)
     plan = cached_plan(problem, slow.device)
     assert plan.config != best and plan.final_form().config == best and plan.better is plan.final_form()
     assert run(plan, *arrays).tobytes() == run(plan.better, *arrays).tobytes()
@@ -220,8 +216,7 @@ def test_nothing_stands_in_that_adds_up_in_another_order(slow):
 
 def test_plans_that_callers_make_wait(slow):
     problem = CASE.problem()
-    best = direct.choose(problem, slow.device)[1]
-    slow.know(problem, engines.alternatives(problem, best, slow.device)[0])
+    best, _ = slow.know_another(problem)
     assert Plan(problem, slow.device).config == best
 
 
@@ -230,8 +225,7 @@ def test_a_compiler_that_fails_behind_is_said_once_and_what_serves_goes_on(slow,
     plans = []
     for case in cases:
         problem = case.problem()
-        best = direct.choose(problem, slow.device)[1]
-        slow.know(problem, engines.alternatives(problem, best, slow.device)[0])
+        slow.know_another(problem)
         slow.error = CompileError("nvcc failed (-9): killed")
         plans.append(cached_plan(problem, slow.device))
         slow.finish()
@@ -267,8 +261,7 @@ def test_without_a_compiler_any_compiled_configuration_serves(slow, monkeypatch,
 
 def test_the_switch_turns_it_off(slow, monkeypatch):
     problem = CASE.problem()
-    best = direct.choose(problem, slow.device)[1]
-    slow.know(problem, engines.alternatives(problem, best, slow.device)[0])
+    best, _ = slow.know_another(problem)
     monkeypatch.setenv("PYCUDA_CONV_BACKGROUND", "0")
     assert cached_plan(problem, slow.device).config == best and not slow.asked
     cached_plan.cache_clear()
@@ -379,20 +372,6 @@ def test_a_compiler_that_has_to_run_makes_kernels_that_know_their_layer(slow, co
     assert not _with_constants(Plan(problem, slow.device))
 
 
-def test_kernels_that_know_a_layer_stand_in_too(slow, constants):
-    problem, arrays = CASE.problem(), CASE.normals("float32")
-    best = direct.choose(problem, slow.device)[1]
-    other = engines.alternatives(problem, best, slow.device)[0]
-    slow.know(problem, other, background.with_constants)
-    plan = cached_plan(problem, slow.device)
-    assert plan.config == other and _with_constants(plan) and all("OF_THE_LAYER 7" in text for text in slow.asked)
-    first = run(plan, *arrays)
-    slow.finish()
-    run(plan, *arrays)
-    assert plan.better.config == best and _with_constants(plan.better)
-    assert run(plan.better, *arrays).tobytes() == first.tobytes()
-
-
 def test_general_kernels_serve_where_constants_do_not_pay(slow, constants, monkeypatch):
     monkeypatch.setattr(type(slow.device), "constants_pay", False)
     plan = Plan(CASE.problem(), slow.device)
@@ -484,7 +463,8 @@ def test_what_waits_for_its_turn_can_be_taken_back(monkeypatch):
     monkeypatch.setattr(workers, "cores", lambda: 1)
     pool, go, order = Workers(), threading.Event(), itertools.count()
     first, second, third = pool.submit(go.wait), pool.submit(lambda: next(order)), pool.submit(lambda: next(order))
-    while not first.running():
+    deadline = time.monotonic() + 300
+    while not first.running() and time.monotonic() < deadline:
         time.sleep(0.001)
     assert second.cancel() and not first.cancel()
     go.set()
@@ -521,7 +501,7 @@ def test_threads_that_need_the_same_kernel_compile_it_once():
 
     device.compile = compile
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda _: device.cubin("text", "sm_90").result(), range(8)))
+        found = list(pool.map(lambda _: device.cubin("text", "sm_90").result(300), range(8)))
     assert found == [b"machine code"] * 8 and begun == ["text"]
 
 
@@ -588,7 +568,7 @@ def test_other_batches_and_the_layers_of_a_common_network_are_likely(empty, monk
 def test_another_size_or_batch_of_a_layer_hardly_ever_waits(empty, monkeypatch):
     """Random layers of all families, with their own kernels and what is foreseen beside them. Without that one in five waits."""
     r, made, waiting = random.Random(3), 0, 0
-    for problem in draw(3, 3):
+    for problem in draw(3, 2):
         n, part = max(1, round(problem.N * r.choice((0.25, 0.5, 1, 1.2, 2, 4)))), r.choice((0.5, 0.75, 1, 1.15, 1.5, 2))
         try:
             other = background._resized(replace(problem, N=n), tuple(max(1, round(part * size)) for size in problem.input_size))
@@ -600,17 +580,7 @@ def test_another_size_or_batch_of_a_layer_hardly_ever_waits(empty, monkeypatch):
             patch.setattr(background, "_foreseen", {})
             patch.setattr(Empty, "known", likely(problem, empty) | sources(problem, empty))
             made, waiting = made + 1, waiting + waits(other, empty)
-    assert made > 25 and waiting <= made // 12
-
-
-def test_what_a_network_still_needs_is_foreseen_by_the_next_layer(empty):
-    """The first one may not have to wait for long enough."""
-    problem = fprop((8, 64, 56, 56), (64, 64, 3, 3), padding=1).problem()
-    whole = list(background._network(problem, (8,)))
-    background._foreseen.clear()
-    first = list(itertools.islice(background._network(problem, (8,)), 3))
-    assert first + list(background._network(replace(problem, N=9, C=32), (9,))) == whole and len(whole) > 9
-    assert not list(background._network(problem, (8,)))
+    assert made > 15 and waiting <= made // 12
 
 
 # ---- other orders of sums
@@ -703,7 +673,8 @@ def test_what_is_likely_is_on_the_closed_list(case, dtype, empty):
     from pycuda_conv.tools.kernels import families
 
     known = families("sm_90a")
-    found = [launch for launch in background.likely(case.problem(dtype), (), empty) if "LAYER" not in launch.defines]  # those are a layer's own
+    # those are a layer's own
+    found = [launch for launch in background.likely(case.problem(dtype), (), empty) if "LAYER" not in launch.defines]
     assert all(any(launch in family for family in known) for launch in found)
 
 
@@ -731,22 +702,6 @@ def test_nothing_more_is_foreseen_once_nothing_is_waited_for(slow, monkeypatch):
     monkeypatch.setattr(background, "likely", lambda *_: iter(other * 9))
     cached_plan(problem, slow.device)
     assert len(slow.asked) == 1
-
-
-@pytest.mark.parametrize("case", [
-    fprop((2, 8, 20, 30), (16, 8, 3, 3), padding=1, stride=2), fprop((2, 8, 90), (16, 8, 5), dilation=2), dgrad((2, 8, 10, 15), (8, 16, 3, 3), stride=2),
-], ids=str)  # fmt: skip
-def test_other_sizes_of_a_layer_are_possible_problems(case):
-    problem = case.problem()
-    found = [one for one in background._related(problem) if one.input_size != problem.input_size and one.C == problem.C]
-    assert len(found) >= 3 and all(one.input_size[0] == 1 for one in found)
-    for one in found:
-        n = problem.ndim
-        x, y = (one.N, one.C, *one.input_size[-n:]), (one.N, one.K, *one.output_size[-n:])
-        w = (one.K, one.C // one.groups, *one.filter_size[-n:])
-        options = {name: getattr(one, name)[-n:] for name in ("stride", "dilation")} | {"padding": one.padding_before[-n:]}
-        assert type(one).forward(n, x, w, **options).result_shape == y
-    assert background._resized(fprop((1, 8, 9, 9), (8, 8, 9, 9)).problem(), (1, 8, 8)) is None
 
 
 def texts_of(problem, config, device):
@@ -796,16 +751,6 @@ def test_what_another_gpu_has_used_does_not_stand_in_where_it_does_not_fit(empty
     background.configs_used[large] = None
     monkeypatch.setattr(empty, "capability", (8, 6))
     assert background.same_bits_substitute(problem, best, empty) is None
-
-
-def test_the_rest_is_not_looked_for_where_what_was_used_serves(empty, monkeypatch):
-    problem = fprop((4, 64, 28, 28), (128, 64, 3, 3), padding=1).problem("float16")
-    best = engines.choose(problem, empty)
-    other = engines.alternatives(problem, best, empty)[0]
-    monkeypatch.setattr(Empty, "known", texts_of(problem, other, empty))
-    background.configs_used[other] = None
-    monkeypatch.setattr(background, "measured_configs", None)
-    assert background.same_bits_substitute(problem, best, empty) == other
 
 
 def test_a_measured_tile_stands_in(monkeypatch, empty):

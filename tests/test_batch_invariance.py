@@ -6,9 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import simt
+import torch
 from modes import H200
 
 import pycuda_conv as pc
+import pycuda_conv.nn as pn
 from pycuda_conv import ConvArgumentError, ConvProblem, Plan, background, engines
 from pycuda_conv.engines import registry
 from pycuda_conv.memo import forget_plans
@@ -52,7 +54,10 @@ def test_nothing_else_chooses_by_the_batch():
         problem = replace(plain, N=5, batched=True, algorithm="batch_invariant")
         config = engines.choose(problem, device)
         order = engines.order(problem, config)
-        others = [*engines.candidates(problem, device), *engines.alternatives(problem, config, device), engines.with_moments(problem, config, device)]
+        others = [
+            *engines.candidates(problem, device), *engines.alternatives(problem, config, device),
+            engines.with_moments(problem, config, device)
+        ]
         assert {engines.order(problem, one) for one in others} == {order}
     large = ConvProblem.forward(2, (1, 1, 900, 900), (1, 1, 300, 300), algorithm="batch_invariant")
     assert registry.engine_of(engines.choose(large, device)) not in registry.TRANSFORMS
@@ -107,7 +112,8 @@ def test_an_image_has_the_same_bits_in_every_batch(device, function, image, weig
 def test_plans_keep_it(device):
     problem = ConvProblem.forward(2, (4, 8, 12, 12), (16, 8, 3, 3), algorithm="batch_invariant")
     plan = pickle.loads(pickle.dumps(Plan(problem, device)))
-    assert plan.problem == problem and plan.problem.batch_invariant and "batch_invariant" in plan.explain() and "batch_invariant" in str(problem)
+    assert plan.problem == problem and plan.problem.batch_invariant
+    assert "batch_invariant" in plan.explain() and "batch_invariant" in str(problem)
     rng = np.random.default_rng(0)
     x, w = images_of(rng, problem.input_shape, "f"), images_of(rng, problem.weight_shape, "f")
     alone = Plan(replace(problem, N=1), device).bind(w)
@@ -118,12 +124,9 @@ def test_plans_keep_it(device):
     assert ConvProblem.gradient("input", 2, *shapes, algorithm="batch_invariant").batch_invariant
 
 
-def test_calls_inside_and_outside_of_a_block_are_not_mixed_up(monkeypatch, device):
+def test_calls_inside_and_outside_of_a_block_are_not_mixed_up(asked, device):
     """Repeated calls too: a call's key has the option."""
     x, w = np.ones((2, 3, 8, 8), "f"), np.ones((4, 3, 3, 3), "f")
-    asked = []
-    monkeypatch.setattr(ConvProblem, "forward", classmethod(lambda cls, *a, forward=ConvProblem.forward.__func__, **k: (asked.append(k["algorithm"]), forward(cls, *a, **k))[1]))
-    forget_plans()
     for _ in range(2):
         pc.conv2d(x, w, device=device)
         with pc.batch_invariant():
@@ -132,7 +135,6 @@ def test_calls_inside_and_outside_of_a_block_are_not_mixed_up(monkeypatch, devic
 
 
 def test_tensors_of_torch_and_their_gradients():
-    torch = pytest.importorskip("torch")
     x, w = torch.randn(5, 6, 9, 9), torch.randn(8, 6, 3, 3, requires_grad=True)
     both = []
     for images in (x, x[2:3]):
@@ -146,22 +148,34 @@ def test_tensors_of_torch_and_their_gradients():
 
 def model_of(torch):
     nn = torch.nn
-    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.ConvTranspose2d(8, 6, 3, stride=2), nn.Conv2d(6, 8, 3, padding=1, padding_mode="circular"))
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.ConvTranspose2d(8, 6, 3, stride=2),
+        nn.Conv2d(6, 8, 3, padding=1, padding_mode="circular")
+    )
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The algorithms of all problems that are made."""
+    found = []
+    for name in ("forward", "transposed"):
+        made = getattr(ConvProblem, name).__func__
+        monkeypatch.setattr(
+            ConvProblem, name, classmethod(lambda cls, *a, made=made, **k: (found.append(k["algorithm"]), made(cls, *a, **k))[1])
+        )
+    forget_plans()
+    return found
 
 
 @pytest.mark.parametrize("way", ["called", "compiled", "by our backend"])
-def test_converted_models(way, monkeypatch):
+def test_converted_models(way, asked):
     """An image of a batch as alone; each convolution is planned so, in torch.compile too."""
-    torch = pytest.importorskip("torch")
-    pn = pytest.importorskip("pycuda_conv.nn")
     model = pn.convert(model_of(torch), batch_invariant=True).eval()
     assert "batch_invariant" in repr(model[0]) and model[0].algorithm == "batch_invariant"
-    asked, forward = [], ConvProblem.forward.__func__
-    monkeypatch.setattr(ConvProblem, "forward", classmethod(lambda cls, *a, **k: (asked.append(k["algorithm"]), forward(cls, *a, **k))[1]))
-    transposed = ConvProblem.transposed.__func__
-    monkeypatch.setattr(ConvProblem, "transposed", classmethod(lambda cls, *a, **k: (asked.append(k["algorithm"]), transposed(cls, *a, **k))[1]))
-    forget_plans()
-    run = {"called": model, "compiled": torch.compile(model, backend="eager"), "by our backend": torch.compile(model, backend=pn.backend, mode="light")}[way]
+    run = {
+        "called": model, "compiled": torch.compile(model, backend="eager"),
+        "by our backend": torch.compile(model, backend=pn.backend, mode="light")
+    }[way]
     x = torch.randn(5, 3, 14, 13)
     with torch.no_grad():
         whole = run(x)
@@ -173,27 +187,16 @@ def test_converted_models(way, monkeypatch):
     assert type(model[0]) is torch.nn.Conv2d and "algorithm" not in vars(model[0])
 
 
-@pytest.fixture
-def asked(monkeypatch):
-    """The algorithms of all problems that are made."""
-    found = []
-    for name in ("forward", "transposed"):
-        made = getattr(ConvProblem, name).__func__
-        monkeypatch.setattr(ConvProblem, name, classmethod(lambda cls, *a, made=made, **k: (found.append(k["algorithm"]), made(cls, *a, **k))[1]))
-    forget_plans()
-    return found
-
-
 @pytest.mark.parametrize("how", ["an option", "inductor's operators", "a block", "a parameter"])
 def test_compiled_models(how, asked, monkeypatch):
     """What is fused too. Without it, the same graph's problems ask for nothing."""
-    torch = pytest.importorskip("torch")
-    pn = pytest.importorskip("pycuda_conv.nn")
     model, x = model_of(torch).eval(), torch.randn(5, 3, 14, 13)
     if how == "inductor's operators":
         monkeypatch.setattr(pn.compiler, "_compiled_by_inductor", lambda gm, *_: gm.forward)
     options = {"mode": "default" if how == "inductor's operators" else "light"} | ({"batch_invariant": True} if how != "a block" else {})
-    run = pn.compile(model, mode="light", batch_invariant=True) if how == "a parameter" else torch.compile(model, backend=pn.backend, options=options)
+    run = pn.compile(model, mode="light", batch_invariant=True) if how == "a parameter" else torch.compile(
+        model, backend=pn.backend, options=options
+    )
     with torch.no_grad(), pc.batch_invariant(how == "a block"):
         whole = run(x)
         assert torch.equal(run(x[3:4]), whole[3:4]) and torch.equal(run(x.flip(0)).flip(0), whole)
@@ -207,8 +210,6 @@ def test_compiled_models(how, asked, monkeypatch):
 
 
 def test_batch_norms_in_training_are_not_fused(asked):
-    torch = pytest.importorskip("torch")
-    pn = pytest.importorskip("pycuda_conv.nn")
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU())
     run = pn.compile(model, mode="light", batch_invariant=True)
     x = torch.randn(4, 3, 9, 9)
@@ -218,8 +219,6 @@ def test_batch_norms_in_training_are_not_fused(asked):
 
 @pytest.mark.parametrize("how", ["converted", "from modules", "a block", "compiled"])
 def test_fused_layers_in_evaluation(how, asked):
-    torch = pytest.importorskip("torch")
-    pn = pytest.importorskip("pycuda_conv.nn")
     x = torch.randn(6, 4, 12, 11)
     if how == "from modules":
         layer = pn.FusedConvBnReLU2d.from_modules(pn.Conv2d(4, 8, 3, batch_invariant=True), torch.nn.BatchNorm2d(8)).eval()
@@ -240,8 +239,6 @@ def test_fused_layers_in_evaluation(how, asked):
 
 
 def test_modules_take_it():
-    torch = pytest.importorskip("torch")
-    pn = pytest.importorskip("pycuda_conv.nn")
     for layer in (pn.Conv1d(4, 6, 3, batch_invariant=True), pn.ConvTranspose1d(4, 6, 3, batch_invariant=True)):
         x = torch.randn(5, 4, 30)
         assert torch.equal(layer(x)[2:3], layer(x[2:3])) and layer.algorithm == "batch_invariant"
@@ -269,11 +266,13 @@ def test_wrong_options_are_refused():
 @pytest.mark.parametrize("seed", range(12))
 def test_random_layers_on_a_gpu(seed):
     """All modes, both layouts and passes; images with numbers of a wide range beside others, which are mended."""
-    torch = pytest.importorskip("torch")
     rng = np.random.default_rng(seed)
     for layer in rng.permutation(np.array(drawn(100 + seed, 1, 4e6), object))[:6]:
         dtype, last = getattr(torch, layer.dtype), layer.layout == "NHWC"
-        layer = replace(layer, has_bias=False, has_scale=False, has_residual=False, float_scale=False, activation=None, algorithm="batch_invariant", batched=True)
+        layer = replace(
+            layer, has_bias=False, has_scale=False, has_residual=False, float_scale=False, activation=None, algorithm="batch_invariant",
+            batched=True
+        )
         images = torch.from_numpy(rng.standard_normal(replace(layer, N=12).input_shape)).to("cuda", dtype)
         images[3] *= torch.from_numpy(10 ** rng.uniform(-6, 0, images[3].shape)).to("cuda", dtype)
         images[7] *= 100
@@ -337,7 +336,6 @@ def test_mending_looks_at_one_image(split):
 
 def test_the_benchmark_of_random_layers(monkeypatch, capsys):
     """It says so where an image's bits are others in a batch."""
-    pytest.importorskip("torch")
     from pycuda_conv.cli import main
     from pycuda_conv.tools.benchmarks import batchbench
 

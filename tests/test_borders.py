@@ -5,21 +5,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from reference import DTYPES, reference
 
 import pycuda_conv as pc
+import pycuda_conv.nn as pn
 from pycuda_conv import ConvArgumentError, ConvProblem, Plan, borders, engines
 from pycuda_conv.execute.pieces import pieces
 from pycuda_conv.runtime import get_device
 
-try:
-    import torch
-
-    import pycuda_conv.nn as pn
-except ImportError:
-    torch = None
-
-needs_torch = pytest.mark.skipif(torch is None, reason="torch is not installed")
 NUMPYS = {"zeros": "constant", "constant": "constant", "replicate": "edge", "reflect": "reflect", "circular": "wrap", "symmetric": "symmetric"}
 
 
@@ -124,7 +118,6 @@ def test_a_border_in_its_simplest_form():
 # ---- numbers
 
 
-@needs_torch
 @pytest.mark.parametrize("seed", range(24))
 def test_drawn_borders(device, seed):
     """Forward and both gradients, exact in whole numbers, into poisoned arrays."""
@@ -267,7 +260,6 @@ def test_streams_of_inputs(device):
     np.testing.assert_array_equal(np.concatenate(found)[:, 0, 0, 0], [4, 16, 28])
 
 
-@needs_torch
 @pytest.mark.parametrize("seed", range(8))
 def test_torch_and_its_gradients(where, seed):
     """First and second derivatives, of tensors of either layout."""
@@ -292,7 +284,6 @@ def test_torch_and_its_gradients(where, seed):
     torch.testing.assert_close(by_dy, tangent)
 
 
-@needs_torch
 def test_forward_and_double_derivatives_by_torchs_check():
     x, w = torch.randn(2, 2, 5, 4, dtype=torch.float64, requires_grad=True), torch.randn(2, 2, 3, 3, dtype=torch.float64, requires_grad=True)
 
@@ -303,7 +294,6 @@ def test_forward_and_double_derivatives_by_torchs_check():
     assert torch.autograd.gradgradcheck(convolved, (x, w))
 
 
-@needs_torch
 @pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
 def test_modules_make_no_padded_copy(where, mode, monkeypatch):
     theirs = torch.nn.Conv2d(3, 4, 3, padding=(2, 1), padding_mode=mode, dtype=torch.float64, device=where)
@@ -315,7 +305,6 @@ def test_modules_make_no_padded_copy(where, mode, monkeypatch):
     torch.testing.assert_close(ours(x), expected)
 
 
-@needs_torch
 def test_compiled_code():
     x, w = torch.randn(2, 3, 6, 5, dtype=torch.float64), torch.randn(4, 3, 3, 3, dtype=torch.float64)
 
@@ -440,7 +429,6 @@ def test_rims_of_a_gradient_by_the_filter(device, seed):
     np.testing.assert_array_equal(Plan(problem, device, config=config)(x, dy).astype(np.float64), expected)
 
 
-@needs_torch
 @pytest.mark.parametrize("seed", range(24))
 def test_rims_of_a_convolution_among_zeros(device, seed):
     """Both layouts and directions, any rank, borders that differ from side to side, groups, strides, dilations, and what finishes a sum."""
@@ -478,7 +466,6 @@ def test_rims_of_a_convolution_among_zeros(device, seed):
     np.testing.assert_array_equal(plan(x, w, *((bias,) if finish else ()), residual=residual if finish else None).astype(np.float64), expected)
 
 
-@needs_torch
 @pytest.mark.parametrize("seed", range(16))
 def test_gradients_of_depthwise_layers_add_the_border(device, seed):
     """Both layouts, strides, dilations, several filters a channel, more planes than a thread has, paddings that take many summands."""

@@ -222,7 +222,7 @@ for i in range(12):
 
 
 def test_threads_that_build_the_same_entry(cache_folder):
-    barrier, built = threading.Barrier(8), []
+    barrier, built = threading.Barrier(8, timeout=300), []
 
     def build():
         built.append(1)
@@ -331,14 +331,6 @@ print(pc.conv2d(x, w, device="opencl").sum())
 """
 
 
-@pytest.fixture
-def opencl():
-    from pycuda_conv.runtime.opencl import why_not
-
-    if why_not():
-        pytest.skip(why_not())
-
-
 def test_pocl_s_damaged_files_are_compiled_again(opencl, fast_env, cache_folder):
     """Given one of them, PoCL itself would end the process."""
     env = {**fast_env, "PYCUDA_CONV_CACHE_DIR": str(cache_folder), "PYCUDA_CONV_BACKEND": "opencl"}
@@ -441,7 +433,7 @@ def calls(env, folder, do="", **more):
     return done.stdout.splitlines()
 
 
-@pytest.mark.parametrize("options", ["size=256k", "size=16m,nr_inodes=12", "size=16m,ro"])
+@pytest.mark.parametrize("options", ["size=16m,nr_inodes=12", "size=16m,ro"])
 def test_pocl_works_elsewhere_where_the_cache_has_no_room(opencl, fast_env, tmp_path, options):
     with small_file_system(tmp_path / "small", options) as folder:
         assert calls(fast_env, folder) == SUMS

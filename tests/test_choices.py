@@ -198,7 +198,8 @@ def row(family, direction, loss):
 
 def test_what_was_measured_counts_as_often_as_the_engine_wins(ablate):
     one = ablate.Measured(Counter({("a", "fprop"): 4, ("b", "fprop"): 2}))
-    one.rows += [row("a", "fprop", 2.0), row("a", "fprop", 8.0), {"error": "out of memory"}]  # two of the four were measured, and none of the others
+    # two of the four were measured, and none of the others
+    one.rows += [row("a", "fprop", 2.0), row("a", "fprop", 8.0), {"error": "out of memory"}]
     assert one.factors == {("a", "fprop"): [pytest.approx(4.0)] * 4, ("b", "fprop"): [pytest.approx(4.0)] * 2}
 
 
@@ -224,7 +225,8 @@ def test_engines_are_measured_in_turn(ablate, monkeypatch, tmp_path, capsys):
         won = [sum(count for *_, count in of[name]["won"]) + of[name]["only"] for name in names]
         assert won[0] + won[1] == won[2]
         both = [one["second"] for one in of["direct+hopper_gemm"]["rows"]]
-        assert both and not any("ImplicitGemm(" in one or one.startswith(("Tile(", "Single(", "Batched(", "Dgrad(", "Wgrad(")) for one in both)
+        assert both
+        assert not any("ImplicitGemm(" in one or one.startswith(("Tile(", "Single(", "Batched(", "Dgrad(", "Wgrad(")) for one in both)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("direct ", "hopper_gemm ", "direct+"))]
     assert len(lines) == 6 and all("3.00" in line and "stays: " in line for line in lines)
     assert ablate.main(["--report", *map(str, files)]) == 0

@@ -1,13 +1,12 @@
 """Factors and summands for each channel behind convolutions: frozen norms, scales of layers, biases of the user's own."""
 
 import pytest
+import torch
+from test_compile import FOUND, GRAPHS, HOWS, afresh, alike, images  # noqa: F401
+from torch import nn
+from torch.nn import functional as F
 
-torch = pytest.importorskip("torch")
-from test_compile import FOUND, GRAPHS, HOWS, afresh, alike, images, where  # noqa: E402, F401
-from torch import nn  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
-
-from pycuda_conv.nn.evaluation import evaluate  # noqa: E402
+from pycuda_conv.nn.evaluation import evaluate
 
 
 class FrozenNorm(nn.Module):
@@ -99,7 +98,7 @@ FORWARDS = {
 @pytest.mark.turns
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("name", FORWARDS)
-def test_factors_and_summands(name, how, where):  # noqa: F811
+def test_factors_and_summands(name, how, where):
     call, count, early = FORWARDS[name]
     found = alike(lambda: Of(call), how, False, False, images(2, 4, 10, 10, where=where))
     assert [len(steps) for steps in found] == [count] * bool(count), found

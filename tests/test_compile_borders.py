@@ -1,15 +1,14 @@
-"""Borders other than zeros in graphs of torch.compile: a step that pads joins the convolution behind it, and what follows is fused as with zeros."""
+"""Borders other than zeros in graphs of torch.compile: a padding joins the convolution behind it, and what follows is fused as with zeros."""
 
 import pytest
+import torch
+from test_compile import FOUND, GRAPHS, HOWS, afresh, alike, compiled, images  # noqa: F401
+from torch import nn
+from torch.nn import functional as F
 
-torch = pytest.importorskip("torch")
-from test_compile import FOUND, GRAPHS, HOWS, afresh, alike, compiled, images  # noqa: E402, F401
-from torch import nn  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
-
-import pycuda_conv.nn as pn  # noqa: E402
-from pycuda_conv.nn.evaluation import evaluate, spec_of  # noqa: E402
-from pycuda_conv.nn.options import _Options  # noqa: E402
+import pycuda_conv.nn as pn
+from pycuda_conv.nn.evaluation import evaluate, spec_of
+from pycuda_conv.nn.options import _Options
 
 
 def block(ndim=2, mode="reflect", padding=1):

@@ -3,13 +3,12 @@
 import copy
 
 import pytest
+import torch
+from test_compile import GRAPHS, HOWS, afresh, alike, close, compiled, images, moved  # noqa: F401
+from torch import nn
+from torch.nn import functional as F
 
-torch = pytest.importorskip("torch")
-from test_compile import GRAPHS, HOWS, afresh, alike, close, compiled, images, moved, where  # noqa: E402, F401
-from torch import nn  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
-
-from pycuda_conv.nn.graph.steps import CATS  # noqa: E402
+from pycuda_conv.nn.graph.steps import CATS
 
 
 class Dense(nn.Module):
@@ -34,10 +33,11 @@ def widths():
     return [[len(node.args[0]) for node in gm.graph.nodes if node.op == "call_function" and node.target in CATS] for gm in GRAPHS]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("train, gradients", [(True, True), (True, "input"), (False, False)])
 @pytest.mark.parametrize("axis", [1, -3])
-def test_a_block_of_a_densenet(axis, train, gradients, how, where):  # noqa: F811
+def test_a_block_of_a_densenet(axis, train, gradients, how, where):
     x = images(where=where)
     alike(lambda: moved(Dense(axis=axis)), how, train, gradients, x)
     nested = train and how == "light"

@@ -4,12 +4,11 @@ import copy
 import functools
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
 
-torch = pytest.importorskip("torch")
-from torch import nn  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
-
-import pycuda_conv.nn as pn  # noqa: E402
+import pycuda_conv.nn as pn
 
 
 @pytest.fixture

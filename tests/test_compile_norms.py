@@ -6,16 +6,15 @@ import copy
 
 import pytest
 import simt  # noqa: F401  # before torch
+import torch
+from test_compile import FOUND, GRAPHS, afresh, alike, compiled, images  # noqa: F401
+from torch import nn
+from torch.nn import functional as F
 
-torch = pytest.importorskip("torch")
-from test_compile import FOUND, GRAPHS, afresh, alike, compiled, images, where  # noqa: E402, F401
-from torch import nn  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
-
-from pycuda_conv.nn import conv_norms, normalise  # noqa: E402
-from pycuda_conv.nn.autograd import Settings  # noqa: E402
-from pycuda_conv.nn.graph import group_norms  # noqa: E402
-from pycuda_conv.nn.options import asked_for  # noqa: E402
+from pycuda_conv.nn import conv_norms, normalise
+from pycuda_conv.nn.autograd import Settings
+from pycuda_conv.nn.graph import group_norms
+from pycuda_conv.nn.options import asked_for
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +64,7 @@ HOWS = pytest.mark.parametrize("how", ["light", "operators"])
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("kind", ["group", "instance"])
 @pytest.mark.parametrize("act", [F.silu, F.gelu, torch.relu, nn.Identity(), F.hardswish])
-def test_norm_and_activation_are_one_call(where, how, last, kind, act):  # noqa: F811
+def test_norm_and_activation_are_one_call(where, how, last, kind, act):
     torch.manual_seed(0)
     make = lambda c: nn.GroupNorm(2, c) if kind == "group" else nn.InstanceNorm2d(c, affine=True)  # noqa: E731
     block = Block(make, act)
@@ -79,7 +78,7 @@ def test_norm_and_activation_are_one_call(where, how, last, kind, act):  # noqa:
 
 
 @HOWS
-def test_results_that_others_read_lie_as_torchs(where, how):  # noqa: F811
+def test_results_that_others_read_lie_as_torchs(where, how):
     torch.manual_seed(0)
     x = images(2, 8, 6, 5, channels_last=True, where=where)
     model = compiled(ByHand(), how)
@@ -93,7 +92,7 @@ def test_results_that_others_read_lie_as_torchs(where, how):  # noqa: F811
 @HOWS
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("turned", [False, True])
-def test_what_is_added_to_the_channels_of_an_image(where, how, last, turned):  # noqa: F811
+def test_what_is_added_to_the_channels_of_an_image(where, how, last, turned):
     class Timed(nn.Module):
         def __init__(self):
             super().__init__()
@@ -134,7 +133,7 @@ class OfPixels(nn.Module):
 @pytest.mark.parametrize("kind, last, taken", [
     ("", True, True), ("turned", True, True), ("read", True, True), ("", False, False), ("axis", True, False), ("factor", True, False),
 ])  # fmt: skip
-def test_rms_norms_of_pixels(where, how, axes, kind, last, taken):  # noqa: F811
+def test_rms_norms_of_pixels(where, how, axes, kind, last, taken):
     """Those whose channels lie last; pixels of zeros stay zeros."""
     torch.manual_seed(0)
     x = torch.randn(2, 8, *(5, 4, 6)[:axes], device=where)
@@ -170,7 +169,7 @@ class Times(nn.Module):
 
 
 @pytest.mark.parametrize("kind, left", [("", 1), ("others", 2), ("written", 2), ("input", 2), ("returned", 3)])
-def test_an_activation_that_is_computed_twice_becomes_one(where, kind, left):  # noqa: F811
+def test_an_activation_that_is_computed_twice_becomes_one(where, kind, left):
     torch.manual_seed(0)
     model, x = Times(kind).to(where), images(2, 8, 6, 5, where=where)
     ours = compiled(copy.deepcopy(model), "light")
@@ -184,7 +183,7 @@ def test_an_activation_that_is_computed_twice_becomes_one(where, kind, left):  #
 
 
 @pytest.mark.parametrize("gradients", ["parameters", "input"])
-def test_what_else_reads_a_trained_norms_input_gets_it_from_the_norm(where, gradients):  # noqa: F811
+def test_what_else_reads_a_trained_norms_input_gets_it_from_the_norm(where, gradients):
     """So the launch of the norm's gradient adds the other."""
     torch.manual_seed(0)
     alike(Block, "light", True, gradients, images(2, 8, 6, 5, where=where))
@@ -193,7 +192,7 @@ def test_what_else_reads_a_trained_norms_input_gets_it_from_the_norm(where, grad
 
 
 @HOWS
-def test_a_convolution_and_its_norm_are_one_call(where, how, monkeypatch):  # noqa: F811
+def test_a_convolution_and_its_norm_are_one_call(where, how, monkeypatch):
     monkeypatch.setattr(group_norms, "JOINS", True)
     class Two(nn.Module):
         def __init__(self):
@@ -248,7 +247,7 @@ def test_statistics_noted_by_the_convolution(channels, size, noted, with_more):
 
 @HOWS
 @pytest.mark.parametrize("last", [False, True])
-def test_gradients(where, how, last):  # noqa: F811
+def test_gradients(where, how, last):
     torch.manual_seed(0)
     block = Block()
     block = block.to(memory_format=torch.channels_last) if last else block
@@ -257,7 +256,7 @@ def test_gradients(where, how, last):  # noqa: F811
 
 
 @HOWS
-def test_autocast_narrows_where_only_convolutions_read(where, how):  # noqa: F811
+def test_autocast_narrows_where_only_convolutions_read(where, how):
     torch.manual_seed(0)
 
     class Two(nn.Module):
@@ -279,7 +278,7 @@ def test_autocast_narrows_where_only_convolutions_read(where, how):  # noqa: F81
 
 
 @HOWS
-def test_training_under_autocast(where, how):  # noqa: F811
+def test_training_under_autocast(where, how):
     torch.manual_seed(0)
     block = nn.Sequential(nn.Conv2d(4, 8, 3), Block(), Block(act=F.gelu)).to(where, memory_format=torch.channels_last)
     again, x = copy.deepcopy(block), images(2, 4, 9, 8, channels_last=True, where=where)
@@ -294,7 +293,7 @@ def test_training_under_autocast(where, how):  # noqa: F811
 
 @pytest.mark.parametrize("gradients", [None, "input"])
 @HOWS
-def test_layer_norms_in_light_mode(where, how, gradients):  # noqa: F811
+def test_layer_norms_in_light_mode(where, how, gradients):
     class Rows(nn.Module):
         def __init__(self):
             super().__init__()
@@ -313,7 +312,7 @@ def test_layer_norms_in_light_mode(where, how, gradients):  # noqa: F811
 
 
 @HOWS
-def test_what_stays_torchs(where, how):  # noqa: F811
+def test_what_stays_torchs(where, how):
     class Others(nn.Module):
         def __init__(self):
             super().__init__()

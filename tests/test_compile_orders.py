@@ -1,11 +1,10 @@
-"""Activations behind steps that change the shape alone, which are computed in front of these, and the order of filters that a graph computes."""
+"""Activations behind steps that change the shape alone, which move in front of them, and the order of filters that a graph computes."""
 
 import pytest
-
-torch = pytest.importorskip("torch")
-from test_compile import FOUND, GRAPHS, HOWS, afresh, alike, images  # noqa: E402, F401
-from torch import nn  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
+import torch
+from test_compile import FOUND, GRAPHS, HOWS, afresh, alike, images  # noqa: F401
+from torch import nn
+from torch.nn import functional as F
 
 
 class Of(nn.Module):
@@ -85,6 +84,7 @@ class Standardised(nn.Module):
         return x
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("last", [False, True])

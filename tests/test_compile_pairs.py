@@ -8,18 +8,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import simt  # before torch
+import torch
 from alike import like_h200
 from reference import reference
+from test_compile import FOUND, GRAPHS, afresh, alike, chains, images  # noqa: F401
+from torch import nn
+from torch.nn import functional as F
 
-torch = pytest.importorskip("torch")
-from test_compile import FOUND, GRAPHS, afresh, alike, chains, images, where  # noqa: E402, F401
-from torch import nn  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
-
-from pycuda_conv.call import Call  # noqa: E402
-from pycuda_conv.engines.nn import join  # noqa: E402
-from pycuda_conv.nn import concatenation, pairs  # noqa: E402
-from pycuda_conv.nn.graph import joins  # noqa: E402
+from pycuda_conv.call import Call
+from pycuda_conv.engines.nn import join
+from pycuda_conv.nn import concatenation, pairs
+from pycuda_conv.nn.graph import joins
 
 HOWS = pytest.mark.parametrize("how", ["light", "operators"])
 
@@ -59,7 +58,7 @@ class Block(nn.Module):
 
 @HOWS
 @pytest.mark.parametrize("kind", ["behind", "before", "activation", "one bias", "strides"])
-def test_both_are_one_call(where, how, kind, monkeypatch):  # noqa: F811
+def test_both_are_one_call(where, how, kind, monkeypatch):
     calls = []
     two = pairs.two
     monkeypatch.setattr(pairs, "two", lambda *given: calls.append(given) or two(*given))
@@ -72,7 +71,7 @@ def test_both_are_one_call(where, how, kind, monkeypatch):  # noqa: F811
 
 @HOWS
 @pytest.mark.parametrize("kind", ["twice", "no bias", "groups", "written"])
-def test_what_stays_apart(where, how, kind):  # noqa: F811
+def test_what_stays_apart(where, how, kind):
     """A shortcut that others read, two without a bias, groups, and an input that is written in between."""
     torch.manual_seed(0)
     model = Block(kind).to(memory_format=torch.channels_last)
@@ -107,7 +106,7 @@ class Joined(nn.Module):
     *((kind, True) for kind in ("plain", "turned", "norm", "residual", "norm and residual")),
     *((kind, False) for kind in ("no bias", "written", "twice")),
 ])  # fmt: skip
-def test_arrays_that_are_concatenated(where, how, kind, taken):  # noqa: F811
+def test_arrays_that_are_concatenated(where, how, kind, taken):
     torch.manual_seed(0)
     model = Joined(kind).to(memory_format=torch.channels_last)
     alike(lambda: copy.deepcopy(model), how, False, None, images(2, 8, 6, 5, channels_last=True, where=where))
@@ -128,7 +127,7 @@ class Kept(nn.Module):
 
 
 @pytest.mark.parametrize("kind, last, taken", [("", True, True), ("", False, False), ("rows", True, False)])
-def test_a_concatenation_that_stays_is_one_launch(where, kind, last, taken):  # noqa: F811
+def test_a_concatenation_that_stays_is_one_launch(where, kind, last, taken):
     torch.manual_seed(0)
     model = Kept(kind).to(memory_format=torch.channels_last if last else torch.contiguous_format)
     alike(lambda: copy.deepcopy(model), "light", False, None, images(2, 8, 6, 5, channels_last=last, where=where))
@@ -158,7 +157,7 @@ def test_concatenating_on_a_gpu(dtype, shape, more):
 
 
 @HOWS
-def test_arrays_in_c_order_and_gradients_stay_apart(where, how):  # noqa: F811
+def test_arrays_in_c_order_and_gradients_stay_apart(where, how):
     torch.manual_seed(0)
     model = Block()
     alike(lambda: copy.deepcopy(model), how, False, None, images(2, 8, 6, 5, where=where))

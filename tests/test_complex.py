@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
+import torch
 
 import pycuda_conv as pc
 from pycuda_conv import ConvArgumentError
 
-torch = pytest.importorskip("torch")
 F = torch.nn.functional
 
 
@@ -15,6 +15,7 @@ def drawn(rng, shape, dtype):
     return values.real.astype(dtype) if np.dtype(dtype).kind != "c" else values.astype(dtype)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("ndim", [1, 2, 3])
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize(("of_x", "of_w"), [("complex64", "complex64"), ("complex64", "float32"), ("float32", "complex64"), ("complex128", "complex128"), ("complex64", "int8")])

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+import torch
 from fake_cuda import FakeCuda
 from test_launch import KINDS
 
@@ -521,7 +522,7 @@ def test_host_arrays_are_convolved_in_pycudas_current_context(fake):
 
 
 def test_a_thread_and_a_context_for_each_gpu(fake):
-    wrong, start = [], threading.Barrier(4)
+    wrong, start = [], threading.Barrier(4, timeout=300)
 
     def work(i):
         start.wait()
@@ -559,7 +560,7 @@ def test_an_array_of_a_context_that_is_current_in_another_thread(fake):
             pc.conv2d(*made)
     finally:
         done.set()
-        thread.join()
+        thread.join(300)
 
 
 def test_a_driver_without_ids(fake, monkeypatch):
@@ -613,8 +614,7 @@ def test_memory_without_a_context(fake):
 
 
 def test_torch_in_a_context_that_is_no_primary_one(fake, monkeypatch):
-    """Its memory lies there if pycuda.autoinit was current when torch first used the GPU. Then the call is made there; memory of the primary one is refused."""
-    torch = pytest.importorskip("torch")
+    """Its memory lies there if pycuda.autoinit was current at torch's first use. The call is made there; the primary one's memory is refused."""
     from pycuda_conv.arrays.tensors import TORCH, TorchKind
 
     kept = []

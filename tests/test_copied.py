@@ -7,15 +7,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import simt
+import torch
 from reference import assert_exact, fprop
 
+import pycuda_conv as pc
 from pycuda_conv import Plan, engines, repeat
+from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.engines.schedule import Buffer
-
-torch = pytest.importorskip("torch")
-
-import pycuda_conv as pc  # noqa: E402
-from pycuda_conv.arrays.tensors import TORCH  # noqa: E402
 
 H200 = SimpleNamespace(backend="cuda", capability=(9, 0), multiprocessors=132, model="NVIDIA H200", name="fake", constants_pay=False)
 CASE = fprop((2, 6, 5, 4), (8, 6, 3, 3), padding=1)

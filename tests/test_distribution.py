@@ -1,4 +1,4 @@
-"""What is handed out: sources with all that their tests need, wheels of the same bytes, links that lead somewhere; and the set-up of a checkout."""
+"""What is handed out: sources with all that tests need, wheels of the same bytes, links that lead somewhere; a checkout's set-up."""
 
 import email
 import os
@@ -106,7 +106,8 @@ def links(text):
 
 def test_the_metadata_says_what_a_page_of_the_package_needs(archives):
     told = metadata(archives[1])
-    assert told["Requires-Python"] == ">=3.10" and {f"Programming Language :: Python :: 3.{n}" for n in (10, 11, 12, 13)} <= set(told.get_all("Classifier"))
+    assert told["Requires-Python"] == ">=3.10"
+    assert {f"Programming Language :: Python :: 3.{n}" for n in (10, 11, 12, 13)} <= set(told.get_all("Classifier"))
     text = told.get_payload()
     assert "# pycuda_conv" in text and told["Description-Content-Type"] == "text/markdown"
     assert all("://" in place for place in links(text)), "links to files lead nowhere on a page of the package"
@@ -119,7 +120,8 @@ def test_with_an_address_links_and_urls_lead_there(tmp_path):
     told = subprocess.run([sys.executable, "-c", code.replace("exec(open('setup.py').read())", "exec(compile(open('setup.py').read(), 'setup.py', 'exec'), {'__file__': 'setup.py'})")], cwd=ROOT, env=env, capture_output=True, text=True, check=True).stdout
     assert f"'Issues': '{HOME}/issues'" in told
     found = [place for place in links(told) if place.startswith(HOME)]
-    assert len(found) > 10 and any(place.startswith(f"{HOME}/raw/main/docs/pictures/") for place in found) and all("://" in place for place in links(told))
+    assert len(found) > 10 and any(place.startswith(f"{HOME}/raw/main/docs/pictures/") for place in found)
+    assert all("://" in place for place in links(told))
     for place in found:
         assert (ROOT / re.sub(r".*/(raw|blob)/main/", "", place)).exists(), place
 

@@ -13,13 +13,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from reference import python
 
 import pycuda_conv as pc
 from pycuda_conv.arrays import dlpack as module
 from pycuda_conv.arrays import kind_of
 
-torch = pytest.importorskip("torch", reason="the test's own library lies over torch's memory")
 F = torch.nn.functional
 
 
@@ -81,11 +81,6 @@ def draw(*shape, dtype=torch.float32, seed=0):
 
 def close(got, expected):
     torch.testing.assert_close(got.double(), expected.double(), rtol=2e-2 if expected.dtype in DTYPES[:2] else 1e-4, atol=2e-2 if expected.dtype in DTYPES[:2] else 1e-4)
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def where(request):
-    return request.param
 
 
 @pytest.mark.parametrize("make", [Spoken, Older])

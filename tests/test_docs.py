@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import why_no_cuda, why_no_opencl
 
 import pycuda_conv as pc
@@ -63,10 +64,8 @@ def runs_here(code):
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=name)
 def test_the_code_of_a_page_runs(page, device, monkeypatch, tmp_path):
     """From top to bottom, as one program; blocks that need a GPU are left out where there is none."""
-    if any("torch" in code for code in blocks(page, "python")):
-        torch = pytest.importorskip("torch")
-        if torch.cuda.is_available() != (device != "opencl"):
-            pytest.skip("torch's tensors lie elsewhere")
+    if any("torch" in code for code in blocks(page, "python")) and torch.cuda.is_available() != (device != "opencl"):
+        pytest.skip("torch's tensors lie elsewhere")
     if any("dask" in code for code in blocks(page, "python")):
         pytest.importorskip("dask.array")
     if any('device="opencl"' in code for code in blocks(page, "python")) and why_no_opencl():
@@ -135,7 +134,6 @@ def test_the_notebook_runs(fast_env, device, tmp_path, file, words):
     nbformat = pytest.importorskip("nbformat", reason="notebooks are read by nbformat")
     client = pytest.importorskip("nbclient", reason="notebooks are run by nbclient")
     pytest.importorskip("ipykernel", reason="notebooks are run in ipykernel")
-    pytest.importorskip("torch", reason="the notebook compares with torch")
     notebook = nbformat.read(DOCS / "notebooks" / f"{file}.ipynb", as_version=4)
     nbformat.validate(notebook)
     with pytest.MonkeyPatch.context() as patch:

@@ -8,21 +8,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import simt
+import torch
 from reference import EPS, SUM_EPS, TINY, Case, activated, assert_close, dgrad, fprop
+from test_repeat import IN_C, warm  # noqa: F401  (a fixture)
 
 from pycuda_conv import Plan, engines, execute
+from pycuda_conv.arrays.tensors import TORCH
+from pycuda_conv.errors import ConvArgumentError
+from pycuda_conv.nn import evaluation, folding
+from pycuda_conv.nn.evaluation import evaluate, spec_of
+from pycuda_conv.nn.folding import fold_norms, scaled, starts_of
 from pycuda_conv.problem import ConvProblem
-
-torch = pytest.importorskip("torch")
-
-from test_repeat import IN_C, warm  # noqa: E402, F401  (a fixture)
-
-from pycuda_conv.arrays.tensors import TORCH  # noqa: E402
-from pycuda_conv.errors import ConvArgumentError  # noqa: E402
-from pycuda_conv.nn import evaluation, folding  # noqa: E402
-from pycuda_conv.nn.evaluation import evaluate, spec_of  # noqa: E402
-from pycuda_conv.nn.folding import fold_norms, scaled, starts_of  # noqa: E402
-from pycuda_conv.runtime import get_device  # noqa: E402
+from pycuda_conv.runtime import get_device
 
 H200 = SimpleNamespace(backend="cuda", capability=(9, 0), multiprocessors=132, model="NVIDIA H200", name="fake", constants_pay=True)
 #: Cases for which the planner has candidates of all engines, in their layouts.
@@ -110,8 +107,7 @@ def test_the_texts_of_tensor_cores_take_scale_and_bias_of_float32(engine):
 
 
 @pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
-@pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize(("k", "tile"), [(72, (64, 32)), (64, (64, 64)), (152, (128, 160)), (184, (128, 192))])
+@pytest.mark.parametrize(("k", "tile", "whole"), [(72, (64, 32), True), (64, (64, 64), False), (152, (128, 160), True), (184, (128, 192), False), (184, (128, 192), True)])
 def test_tiles_of_a_block_have_their_own_channels_scale_and_bias(k, tile, whole):
     """One or two blocks compute all tiles. The channels of a block's tiles take turns, or are the same in all. Residuals are read ahead."""
     case = fprop((2, 16, 12, 12), (k, 16, 1, 1))
@@ -175,6 +171,7 @@ def norms_of(place, dtype, count, missing=True, seed=0):
 PLACES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("count", [1, 7, 130])
@@ -213,6 +210,7 @@ def test_wrong_norms():
         fold_norms([*vectors[:9], vectors[0]], eps)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("last", [False, True], ids=["C order", "channels last"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
@@ -309,6 +307,7 @@ TYPES = [
 ]  # fmt: skip
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("last", [False, True], ids=["C order", "channels last"])
 @pytest.mark.parametrize(("dtype", "of_norm"), TYPES, ids=str)

@@ -1,27 +1,26 @@
 """The six public functions against torch's: parameters, layouts, dtypes, and a search over everything at once."""
 
 import ctypes
+import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given, settings
 from reference import DTYPES, TORCH_LAYOUTS, Case, assert_close, channels_last, check, dgrad, fprop, is_channels_last, tensor
 
 import pycuda_conv as pc
 from pycuda_conv import ConvProblem, Plan, dispatch, plan
+from pycuda_conv.arrays.tensors import TorchKind
 from pycuda_conv.call import Call, Operands
 from pycuda_conv.engines.direct.gemm import Gemm
 from pycuda_conv.engines.hopper.gemm import ImplicitGemm
 from pycuda_conv.execute import device as execute
 from pycuda_conv.runtime import contexts
 from pycuda_conv.tune import Choice
-
-torch = pytest.importorskip("torch", reason="the functions are compared with torch's")
-
-from pycuda_conv.arrays.tensors import TorchKind  # noqa: E402
 
 F = torch.nn.functional
 
@@ -47,15 +46,16 @@ def as_kind(kind: str, *arrays):
 
 # ---- one parameter at a time
 
+KINDS = ["numpy", "torch"]
 PARAMETERS = [
     {}, {"stride": 2}, {"padding": 1}, {"dilation": 2}, {"groups": 2}, {"stride": 2, "padding": 1, "groups": 2},
     {"padding": "same"}, {"padding": "same", "dilation": 3}, {"padding": "valid"},
 ]  # fmt: skip
-CALLS = [(t, n, options) for t, n in FUNCTIONS for options in PARAMETERS if not (t and isinstance(options.get("padding"), str))]
+CALLS = [(t, n, options, kind) for i, (t, n) in enumerate(FUNCTIONS) for options, kind in zip(PARAMETERS, itertools.cycle(KINDS[i % 2 :] + KINDS[: i % 2]), strict=False)
+         if not (t and isinstance(options.get("padding"), str))]
 
 
-@pytest.mark.parametrize("kind", ["numpy", "torch"])
-@pytest.mark.parametrize(("transposed", "ndim", "options"), CALLS, ids=[f"{NAMES[t, n]}-{options}" for t, n, options in CALLS])
+@pytest.mark.parametrize(("transposed", "ndim", "options", "kind"), CALLS, ids=[f"{NAMES[t, n]}-{options}-{kind}" for t, n, options, kind in CALLS])
 def test_parameters_mean_what_they_mean_in_torch(device, transposed, ndim, options, kind):
     case = small(transposed, ndim, **options)
     if options == {"padding": "same"} and not transposed:
@@ -98,8 +98,7 @@ UNEVEN = [
 ]
 
 
-@pytest.mark.parametrize("case", UNEVEN, ids=str)
-@pytest.mark.parametrize("as_list", [False, True])
+@pytest.mark.parametrize("case, as_list", [*zip(UNEVEN, itertools.cycle([False, True]), strict=False)], ids=str)
 def test_padding_in_pairs(device, case, as_list):
     arrays = case.integers("float32")
     if as_list:
@@ -107,18 +106,18 @@ def test_padding_in_pairs(device, case, as_list):
     check(case, call(case, *arrays, device), *arrays)
 
 
-@pytest.mark.parametrize(("transposed", "ndim"), FUNCTIONS, ids=NAMES.values())
-@pytest.mark.parametrize("kind", ["numpy", "torch"])
-def test_unbatched_and_without_bias(device, transposed, ndim, kind):
+@pytest.mark.parametrize(("function", "kind"), [*zip(FUNCTIONS, itertools.cycle(KINDS), strict=False)])
+def test_unbatched_and_without_bias(device, function, kind):
+    transposed, ndim = function
     case = small(transposed, ndim)
     x, w, _ = case.integers("float32")
     got = call(case, *as_kind(kind, x[0].copy(), w, None), device)
     assert np.array_equal(np.asarray(got), case.reference(x, w)[0])
 
 
-@pytest.mark.parametrize(("transposed", "ndim"), FUNCTIONS, ids=NAMES.values())
-@pytest.mark.parametrize("kind", ["numpy", "torch"])
-def test_empty_batch_gives_an_empty_result_of_the_right_shape(device, transposed, ndim, kind):
+@pytest.mark.parametrize(("function", "kind"), [*zip(FUNCTIONS, itertools.cycle(KINDS), strict=False)])
+def test_empty_batch_gives_an_empty_result_of_the_right_shape(device, function, kind):
+    transposed, ndim = function
     case = small(transposed, ndim)
     x, w, b = case.integers("float32")
     got = call(case, *as_kind(kind, x[:0], w, b), device)
@@ -167,15 +166,18 @@ LAYOUTS = {
 CASE = fprop((2, 4, 6, 5), (6, 4, 3, 2), padding=1)
 
 
+TYPES = [dtype for dtype in ("float32", "bfloat16") if dtype in DTYPES]
+
+
 @pytest.mark.parametrize("which", [0, 1, 2, slice(0, 3)], ids=["x", "w", "b", "all"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_numpy_layouts(device, layout, which):
-    plain = CASE.integers("float32")
+@pytest.mark.parametrize("layout, dtype", [*zip(LAYOUTS, itertools.cycle(TYPES), strict=False)])
+def test_numpy_layouts(device, layout, dtype, which):
+    plain = CASE.integers(dtype)
     arrays = list(plain)
     arrays[which] = LAYOUTS[layout](plain[which]) if isinstance(which, int) else [LAYOUTS[layout](a) for a in plain]
     got = call(CASE, *arrays, device)
-    assert got.flags.c_contiguous and got.dtype == np.float32 and got.dtype.isnative
-    assert np.array_equal(got, CASE.reference(*plain))
+    assert type(got) is np.ndarray and got.flags.c_contiguous and got.dtype == dtype and got.dtype.isnative
+    assert np.array_equal(got, CASE.reference(*plain).astype(dtype))
 
 
 @pytest.mark.parametrize("which", [0, 1, 2], ids=["x", "w", "b"])
@@ -189,13 +191,15 @@ def test_expanded_numpy_arrays_are_read_by_their_strides(device, which):
 @pytest.mark.parametrize("which", [0, 1, 2], ids=["x", "w", "b"])
 @pytest.mark.parametrize("layout", TORCH_LAYOUTS)
 def test_torch_layouts(device, layout, which):
-    tensors = [torch.from_numpy(a) for a in CASE.integers("float32")]
-    tensors[which] = TORCH_LAYOUTS[layout](torch, tensors[which])
-    expected = F.conv2d(*tensors, padding=1)
-    got = call(CASE, *tensors, device)
-    assert isinstance(got, torch.Tensor)
-    assert is_channels_last(got) if (layout, which) == ("channels_last", 0) else got.is_contiguous()
-    assert torch.equal(got, expected)
+    """In bfloat16 all three lie so; of complex numbers there are none."""
+    for dtype in (torch.float32, torch.bfloat16)[: 1 + ("imaginary" not in layout)]:
+        tensors = [torch.from_numpy(a).to(dtype) for a in CASE.integers("float32")]
+        for i in (which,) if dtype is torch.float32 else range(3):
+            tensors[i] = TORCH_LAYOUTS[layout](torch, tensors[i])
+        expected = F.conv2d(*(t.double() for t in tensors), padding=1).to(dtype)
+        got = call(CASE, *tensors, device)
+        assert isinstance(got, torch.Tensor) and torch.equal(got, expected)
+        assert is_channels_last(got) if is_channels_last(tensors[0]) else got.is_contiguous()
 
 
 def test_channels_last_with_one_channel_or_one_pixel(device):
@@ -222,6 +226,7 @@ def test_the_gradient_of_a_filter_of_one_channel_is_planned_for_the_other_array_
     assert planned == ["NCHW", "NHWC", "NCHW"]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("weight_last", [False, True])
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize(("transposed", "ndim"), FUNCTIONS, ids=NAMES.values())
@@ -416,6 +421,7 @@ class Recorder:
 HOME, SIDE = 3, 7
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("stream", [None, SIDE])
 @pytest.mark.parametrize("given_out", [False, True])
 @pytest.mark.parametrize(("transposed", "ndim"), FUNCTIONS, ids=NAMES.values())
@@ -560,22 +566,6 @@ def test_bfloat16_tensors(device, transposed, ndim, options):
     own = getattr(F, NAMES[transposed, ndim])(*tensors, **options)
     magnitude = torch.from_numpy(case.reference(*map(np.abs, arrays)))
     assert ((got - own).abs() <= 2.0**-6 * magnitude).all()
-
-
-@pytest.mark.parametrize("layout", [name for name in TORCH_LAYOUTS if "imaginary" not in name])  # there are no complex ones
-def test_bfloat16_layouts(device, layout):
-    tensors = [TORCH_LAYOUTS[layout](torch, t) for t in bfloat16(*CASE.integers("float32"))]
-    expected = F.conv2d(*(t.double() for t in tensors), padding=1).bfloat16()
-    assert torch.equal(call(CASE, *tensors, device), expected)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_bfloat16_layouts_in_numpy(device, layout):
-    pytest.importorskip("ml_dtypes")
-    plain = CASE.integers("bfloat16")
-    got = call(CASE, *map(LAYOUTS[layout], plain), device)
-    assert type(got) is np.ndarray and got.flags.c_contiguous and got.dtype == "bfloat16" and got.dtype.isnative
-    assert np.array_equal(got, CASE.reference(*plain).astype("bfloat16"))
 
 
 @pytest.mark.parametrize("kind", ["torch", "numpy"])

@@ -359,7 +359,7 @@ def work(i):
 for count in (2, 8):
     threads = [threading.Thread(target=work, args=(i,)) for i in range(count)]
     for one in threads: one.start()
-    for one in threads: one.join()
+    for one in threads: one.join(300)
 assert not failed
 print("right")
 '''

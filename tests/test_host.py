@@ -25,6 +25,7 @@ from types import SimpleNamespace
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+import torch
 from conftest import why_no_cuda, why_no_opencl
 from hypothesis import assume, example, given, settings
 from reference import DTYPES, Case, dgrad, fprop, python, tensor
@@ -49,17 +50,11 @@ from pycuda_conv.runtime.opencl import opencl_device
 from pycuda_conv.runtime.pinned import PinnedPool
 
 try:
-    import torch
-except ImportError:
-    torch = None
-
-try:
     COPIER = importlib.import_module("pycuda_conv.runtime._copy")
 except ImportError:
     COPIER = None
 
 needs_copier = pytest.mark.skipif(COPIER is None, reason="the threads in C were not built")
-needs_torch = pytest.mark.skipif(torch is None, reason="torch is not installed")
 SOAK = int(os.environ.get("PYCUDA_CONV_SOAK", "100"))
 
 
@@ -194,7 +189,6 @@ BESIDE = [  # bands that lie in the padding alone, before and after a short imag
 ]
 
 
-@needs_torch
 @settings(max_examples=60)
 @given(case=cases(), chunk_bytes=CHUNK_SIZES)
 @example(BESIDE[0], 8)
@@ -215,7 +209,6 @@ def test_pieces_cover_the_result_once_and_make_up_the_whole(case, chunk_bytes):
         assert longest <= max(1, -(-rows * chunk_bytes // image))
 
 
-@needs_torch
 @settings(max_examples=6)
 @given(case=cases(longest=9), share=st.integers(2, 4), gemm=st.booleans())
 @example(BESIDE[0], 4, True)
@@ -233,13 +226,6 @@ def test_kernels_run_the_pieces(case, share, gemm):
         return y if problem.batched else y[None]
 
     put_together(case, -(-size // share), run)
-
-
-@needs_torch
-def test_the_reference_of_pieces_is_the_reference():
-    for case in (IMAGES, ROWS, BANDS, WAYS["one axis"], WAYS["three axes"]):
-        x, w, _ = case.integers("float32")
-        assert np.array_equal(compute(case.problem(), x, w), case.reference(x, w))
 
 
 class Planned(SimpleNamespace):
@@ -367,25 +353,6 @@ def test_the_limit_is_kept_and_idle_blocks_make_room():
     assert PinnedPool(library, 0).empty((1,), "f4") is None
     refusing = PinnedPool(Library(most=MB), 1 << 40)
     assert refusing.empty((2 * MB,), "u1") is None and refusing.locked == refusing.lent == 0
-
-
-def test_trimming_frees_idle_blocks_only():
-    library = Library()
-    pool = PinnedPool(library, 1 << 40)
-    kept, gone = pool.empty((MB,), "u1"), pool.empty((2 * MB,), "u1")
-    kept[...] = 7
-    del gone
-    pool.trim()
-    assert pool.locked == pool.lent == MB and list(library.blocks) == [address(kept)] and (kept == 7).all()
-
-
-@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 0, 2), (5, 7)], ids=str)
-def test_any_shape_has_memory(shape):
-    pool = PinnedPool(Library(), 10 * MB)
-    array = pool.empty(shape, "f2")
-    assert array.shape == shape and array.dtype == np.float16
-    array[...] = 1
-    assert (array == 1).all()
 
 
 @given(st.integers(0, 1 << 45))
@@ -523,38 +490,15 @@ def with_threads(monkeypatch, threads, helped):
     monkeypatch.setattr(staging, "HELPED_BYTES", 1 << 60 if helped else 0)
 
 
-TEAMS = [(threads, helped) for threads in range(9) for helped in (True, False) if threads or helped]
-
-
 @pytest.mark.parametrize("work", [feed, land])
-@pytest.mark.parametrize(("threads", "helped"), TEAMS)
-def test_parts_arrive_in_order_with_the_right_bytes(monkeypatch, threads, helped, work):
-    with_threads(monkeypatch, threads, helped)
-    rng = random.Random(threads)
-    for count, width, view in ((1, 1, "plain"), (3, 50_000, "byte-swapped"), (60, 7, "every second"), (40, 900, "Fortran"), (25, 3, "broadcast")):
-        within(work, some_parts(rng, view, count, width), rng)
-    settle()
-
-
-@pytest.mark.parametrize("work", [feed, land])
-def test_two_hundred_random_rounds_end(monkeypatch, work):
+def test_parts_arrive_in_order_with_the_right_bytes_wherever_it_ends(monkeypatch, work):
     for seed in range(200):
         rng = random.Random(seed)
+        threads = rng.randrange(9)
         with monkeypatch.context() as patch:
-            with_threads(patch, rng.randrange(1, 9), rng.random() < 0.5)
-            parts = some_parts(rng, rng.choice(list(VIEWS)), rng.randrange(1, 40), rng.choice((1, 30, 3000)))
+            with_threads(patch, threads, not threads or rng.random() < 0.5)
+            parts = some_parts(rng, rng.choice(list(VIEWS)), rng.randrange(1, 40), rng.choice((1, 30, 3000, 50_000)))
             within(work, parts, rng, rng.choice((None, None, rng.randrange(len(parts) + 1))))
-    settle()
-
-
-@pytest.mark.parametrize("work", [feed, land])
-@pytest.mark.parametrize("threads", [1, 2, 8])
-def test_closing_half_way_leaves_no_thread_waiting(monkeypatch, threads, work):
-    with_threads(monkeypatch, threads, False)
-    rng = random.Random(1)
-    parts = some_parts(rng, "plain", 40, 100)
-    for stop in (0, 1, 2, 7, 13, len(parts)):
-        within(work, parts, rng, stop)
         settle()
 
 
@@ -728,7 +672,8 @@ class Simulated(device_module.CudaDevice):
     contexts = Current()
 
     def __init__(self, ordinal):
-        self.ordinal, self.name, self.multiprocessors, self.capability = ordinal, f"cuda:{ordinal}", 132, (7, 0)  # without the tensor cores' engines
+        # without the tensor cores' engines
+        self.ordinal, self.name, self.multiprocessors, self.capability = ordinal, f"cuda:{ordinal}", 132, (7, 0)
         self.push, self.pop = lambda: self.contexts.stack.append(self), lambda: self.contexts.stack.pop()
         self._threads, self._idle_streams, self.blocks, self.memory = threading.local(), [], weakref.WeakSet(), {}
         self.broken, self.launched, self.fail = None, 0, None
@@ -897,10 +842,8 @@ def forget_plans():
 
 
 @pytest.fixture
-def simulated(monkeypatch):
+def simulated(monkeypatch, opencl):
     """Two simulated GPUs in the place of real ones."""
-    if why_no_opencl():
-        pytest.skip(why_no_opencl())
     library = Library()
     pool = PinnedPool(library, 1 << 30)
     drv = SimpleNamespace(Device=SimpleNamespace(count=lambda: 2), Event=Event, MemoryError=MemoryError)
@@ -916,17 +859,6 @@ def simulated(monkeypatch):
     forget_plans()
     settle()
     assert not Simulated.contexts.stack
-
-
-def test_an_error_of_the_driver_has_its_name(monkeypatch):
-    def name(code, place):
-        ctypes.cast(place, ctypes.POINTER(ctypes.c_char_p))[0] = b"CUDA_ERROR_INVALID_VALUE" if code == 1 else None
-
-    monkeypatch.setattr(driver, "libcuda", lambda: SimpleNamespace(cuGetErrorName=name))
-    driver.check(0, "nothing")
-    for code, words in ((1, "CUDA_ERROR_INVALID_VALUE"), (12345, "an unknown error")):
-        with pytest.raises(RuntimeError, match=rf"launching pack failed: {words} \({code}\)"):
-            driver.check(code, "launching pack")
 
 
 @pytest.fixture
@@ -1030,8 +962,7 @@ def packing(monkeypatch):
 # ---- values
 
 
-@needs_torch
-@pytest.mark.parametrize("way", ["images", "transposed rows", "one axis", "unbatched"])
+@pytest.mark.parametrize("way", ["images", "transposed rows"])
 def test_channels_last_plans_on_host_arrays(gpu, cut, monkeypatch, way):
     case = WAYS[way]
     x, w, b = case.integers("float32")
@@ -1049,8 +980,7 @@ def test_channels_last_plans_on_host_arrays(gpu, cut, monkeypatch, way):
         assert plan(last, w, b, out=out) is out and np.array_equal(out, expected)
 
 
-@needs_torch
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["images", "transposed rows", "one axis", "unbatched"])
 def test_kernels_reach_small_arrays_in_page_locked_memory(gpu, monkeypatch, way):
     """So nothing is copied to the device or back. Where no memory may be locked, everything is."""
     monkeypatch.setattr(host, "IN_PLACE_BYTES", 1 << 20)
@@ -1071,9 +1001,7 @@ def test_kernels_reach_small_arrays_in_page_locked_memory(gpu, monkeypatch, way)
     monkeypatch.setattr(gpu._streams(), "small", None)
 
 
-@needs_torch
-@pytest.mark.parametrize("chunk_bytes", [700, 1 << 30])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way, chunk_bytes", [("images", 700), ("rows", 1 << 30), ("transposed rows", 700), ("three axes", 1 << 30), ("unbatched", 700)])
 def test_a_filter_is_packed_once_a_call(simulated, cut, packing, way, chunk_bytes):
     case = WAYS[way]
     arrays, expected = case.integers("float32"), case.reference(*case.integers("float32"))
@@ -1084,9 +1012,7 @@ def test_a_filter_is_packed_once_a_call(simulated, cut, packing, way, chunk_byte
         assert 1 <= len(packing) <= len(devices) and set(packing) == {arrays[1].nbytes}
 
 
-@needs_torch
-@pytest.mark.parametrize("small", [0, 1 << 20])
-@pytest.mark.parametrize("way", ["images", "transposed rows", "unbatched"])
+@pytest.mark.parametrize("way, small", [("images", 1 << 20), ("transposed rows", 0), ("unbatched", 1 << 20)])
 def test_a_bound_filter_is_packed_once_for_all_calls(simulated, cut, packing, monkeypatch, way, small):
     case = WAYS[way]
     monkeypatch.setattr(host, "SMALL_BYTES", small)
@@ -1102,7 +1028,6 @@ def test_a_bound_filter_is_packed_once_for_all_calls(simulated, cut, packing, mo
     assert memory(simulated)[0] == before[0]
 
 
-@needs_torch
 def test_a_filter_packed_another_way_than_the_chunks_take_it_is_packed_again(simulated, cut, packing, monkeypatch):
     monkeypatch.setattr(engines, "filter_key", lambda problem, config: problem.input_shape)
     x, w, b = ROWS.integers("float32")
@@ -1113,9 +1038,7 @@ def test_a_filter_packed_another_way_than_the_chunks_take_it_is_packed_again(sim
         assert len(packing) == len({piece.problem.input_shape for piece in pieces(ROWS.problem(), host.LEAST_CHUNK_BYTES)}) > 1
 
 
-@needs_torch
-@pytest.mark.parametrize("chunk_bytes", [700, 4000, 1 << 30])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way, chunk_bytes", [*((way, 700) for way in WAYS), ("images", 4000), ("transposed rows", 4000), ("rows", 1 << 30), ("depthwise", 1 << 30)])
 def test_results_are_right_in_chunks_of_any_size(gpu, cut, way, chunk_bytes):
     case = WAYS[way]
     dtype = {"images": "float16", "rows": "float64"}.get(way, "float32")
@@ -1126,15 +1049,6 @@ def test_results_are_right_in_chunks_of_any_size(gpu, cut, way, chunk_bytes):
     assert gpu.is_pinned(got)
 
 
-@needs_torch
-def test_results_are_right_without_the_pipeline_too(gpu):
-    for case in (IMAGES, BANDS):
-        for dtype in DTYPES:
-            arrays = case.integers(dtype)
-            assert np.array_equal(call(case, *arrays), case.reference(*arrays).astype(dtype))
-
-
-@needs_torch
 @pytest.mark.parametrize("case", [IMAGES, BANDS], ids=["images", "rows"])
 def test_bfloat16_goes_in_chunks_as_integers(gpu, cut, case):
     """Tensors, which numpy can't hold, and numpy arrays where ml_dtypes lets it."""
@@ -1162,8 +1076,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("way", ["images", "rows", "transposed rows"])
+@pytest.mark.parametrize("way, layout", [(way, one) for i, one in enumerate(LAYOUTS) for way in ("images", ("rows", "transposed rows")[i % 2])])
 def test_every_layout_gives_the_same_bits(gpu, cut, way, layout):
     case = WAYS[way]
     arrays = case.normals("float32")
@@ -1175,9 +1088,7 @@ def test_every_layout_gives_the_same_bits(gpu, cut, way, layout):
         assert np.array_equal(laid[which], arrays[which])
 
 
-@needs_torch
-@pytest.mark.parametrize("small", [0, 1 << 20])
-@pytest.mark.parametrize("way", ["images", "transposed rows", "three axes", "unbatched"])
+@pytest.mark.parametrize("way, small", [("images", 0), ("images", 1 << 20), ("transposed rows", 0), ("unbatched", 1 << 20)])
 def test_a_residual_goes_in_chunks_too_and_may_be_out(gpus, cut, monkeypatch, way, small):
     """From ordinary and from page-locked memory, with kept filters, on several GPUs, without the pipeline."""
     case, gpu = WAYS[way], gpus[0]
@@ -1227,14 +1138,6 @@ def test_an_empty_batch_and_no_channels(gpu, cut):
     assert np.array_equal(got, np.broadcast_to(np.array([1, 2, 3], "f")[:, None], (2, 3, 499)))
 
 
-@needs_torch
-def test_tensors_in_host_memory_go_the_same_way(gpu, cut):
-    for case in (IMAGES, ROWS):
-        arrays = case.normals("float32")
-        got = call(case, *(torch.from_numpy(a) for a in arrays))
-        assert isinstance(got, torch.Tensor) and np.array_equal(got.numpy(), call(case, *arrays))
-
-
 # ---- results are ordinary arrays
 
 
@@ -1252,13 +1155,6 @@ def test_results_behave_as_numpy_arrays_do(gpu, cut):
     for seed in range(20):
         call(IMAGES, *IMAGES.normals("float32", seed))
     assert np.array_equal(kept, expected[3:5]) and np.array_equal(turned, expected.T[..., 2]) and np.array_equal(again, expected)
-
-
-def test_results_held_together_are_all_right(gpu, cut):
-    sets = [IMAGES.normals("float32", seed) for seed in range(12)]
-    results = [call(IMAGES, *arrays) for arrays in sets]
-    for y, arrays in zip(results, sets, strict=True):
-        assert np.array_equal(y, call(IMAGES, *arrays))
 
 
 @pytest.mark.parametrize("limit", [0, 1 << 18])
@@ -1280,7 +1176,6 @@ def test_without_page_locked_memory_results_are_ordinary_arrays_of_the_same_valu
 
 
 @pytest.mark.gpu_alone
-@needs_torch
 def test_many_calls_leave_memory_as_it_was(gpus, cut):
     """PYCUDA_CONV_SOAK=10000 for a long one."""
     jobs = [(case, case.integers("float32", seed), case.reference(*case.integers("float32", seed))) for case in (IMAGES, ROWS, BANDS) for seed in range(2)]
@@ -1318,7 +1213,6 @@ def test_many_calls_leave_memory_as_it_was(gpus, cut):
     settle()
 
 
-@needs_torch
 @pytest.mark.parametrize("where", ["launch", "copy_in", "copy_out"])
 @pytest.mark.parametrize("way", ["images", "transposed rows"])
 def test_an_exception_in_the_middle_leaves_nothing_and_the_next_call_is_right(gpus, cut, monkeypatch, way, where):
@@ -1330,7 +1224,7 @@ def test_an_exception_in_the_middle_leaves_nothing_and_the_next_call_is_right(gp
     original = getattr(owner, where)
     assert np.array_equal(call(case, *arrays), expected)
     before = memory(gpus)
-    for at in (1, 2, 4, 6):
+    for at in (1, 4):
         for x in (arrays[0], locked(gpus[0], arrays[0])):
             seen = itertools.count(1)
 
@@ -1367,10 +1261,9 @@ def test_a_broken_context_raises_and_leaves_no_thread(gpus, cut):
             gpus[0].broken = gpus[0].fail = None
 
 
-@needs_torch
 @pytest.mark.parametrize("point", ["send", "receive", "launch", "done", "_next_lane"])
 def test_an_interrupted_call_leaves_nothing(gpus, cut, monkeypatch, point):
-    """Ctrl-C, which Python raises when a call of C or of the driver returns: threads and streams are waited for, and the next call is right."""
+    """Ctrl-C, raised when a call of C or of the driver returns: threads and streams are waited for, and the next call is right."""
     cut(7000, 1500)
     arrays, before, interrupted = IMAGES.integers("float32"), memory(gpus), 0
     expected = IMAGES.reference(*arrays)
@@ -1402,7 +1295,6 @@ def test_an_interrupted_call_leaves_nothing(gpus, cut, monkeypatch, point):
 
 
 @needs_copier
-@needs_torch
 @pytest.mark.parametrize("devices", [[0], [0, 1]], ids=str)
 @pytest.mark.parametrize("name", ["create", "push", "copy_in", "copy_out", "record", "synchronize"])
 def test_an_error_of_the_driver_in_the_threads_of_c_is_raised(in_c, cut, name, devices):
@@ -1429,7 +1321,6 @@ def test_an_error_of_the_driver_in_the_threads_of_c_is_raised(in_c, cut, name, d
 
 
 @needs_copier
-@needs_torch
 @pytest.mark.parametrize("threads", [0, 1, 5])
 def test_any_number_of_threads_of_c_will_do(in_c, cut, monkeypatch, threads):
     """Without any, the thread that launches does what it would wait for."""
@@ -1480,7 +1371,6 @@ def test_a_job_keeps_the_memory_that_threads_copy(in_c):
     assert all(one() is None for one in kept)
 
 
-@needs_torch
 def test_calls_from_eight_threads_at_once(gpus, cut):
     jobs = [(case, case.integers("float32", seed)) for case in (IMAGES, ROWS, BANDS) for seed in range(8)]
     expected = [case.reference(*arrays) for case, arrays in jobs]
@@ -1515,7 +1405,6 @@ class Limited:
         monkeypatch.setattr(type(gpu), "allocate", allocate)
 
 
-@needs_torch
 @pytest.mark.parametrize("case", [fprop((1, 8, 400, 50), (8, 8, 5, 3)), fprop((40, 8, 10, 50), (8, 8, 5, 3)), dgrad((1, 8, 200, 50), (8, 8, 3, 3), stride=(2, 1))], ids=str)
 def test_arrays_may_be_larger_than_the_device_s_memory(gpu, cut, monkeypatch, case):
     cut(1 << 16, 1 << 14)
@@ -1525,7 +1414,6 @@ def test_arrays_may_be_larger_than_the_device_s_memory(gpu, cut, monkeypatch, ca
     assert 0 < limited.most <= limit <= arrays[0].nbytes + math.prod(case.problem().result_shape) * 4
 
 
-@needs_torch
 def test_too_little_memory_even_for_a_chunk_says_so_and_does_no_harm(gpus, cut, monkeypatch):
     before = memory(gpus)
     with monkeypatch.context() as patch:
@@ -1537,7 +1425,6 @@ def test_too_little_memory_even_for_a_chunk_says_so_and_does_no_harm(gpus, cut, 
     assert np.array_equal(call(ROWS, *ROWS.integers("float32")), ROWS.reference(*ROWS.integers("float32")))
 
 
-@needs_torch
 @pytest.mark.parametrize("case", [IMAGES, BANDS], ids=str)
 @pytest.mark.parametrize("packs", [False, True])
 def test_memory_of_the_pool_is_awaited_after_it_was_given(gpu, cut, request, monkeypatch, case, packs):
@@ -1612,7 +1499,6 @@ def test_real_sizes_on_a_device_with_a_little_memory(monkeypatch, case):
 # ---- several GPUs
 
 
-@needs_torch
 @pytest.mark.parametrize("way", ["images", "rows", "transposed rows", "unbatched"])
 def test_any_set_of_gpus_gives_the_same_bits(gpus, cut, monkeypatch, way):
     case = WAYS[way]
@@ -1750,7 +1636,6 @@ def test_devices_that_cannot_be_are_refused(gpus):
 
 
 @pytest.mark.gpu
-@needs_torch
 def test_devices_are_for_host_arrays():
     tensors = [torch.from_numpy(a).cuda() for a in IMAGES.integers("float32")]
     for devices in ([0], "all"):
@@ -1796,7 +1681,6 @@ def inputs(count, taken=None):
         yield x if seed % 3 else x[:1]
 
 
-@needs_torch
 @pytest.mark.parametrize("ahead", [1, 2, 5, 50])
 def test_many_inputs_give_their_results_in_order(anywhere, ahead):
     _, w, b = SMALL.integers("float32")
@@ -1816,7 +1700,6 @@ def test_inputs_are_taken_at_most_so_far_ahead(anywhere, ahead):
     assert len(taken) == 12 and next(results, None) is None
 
 
-@needs_torch
 @pytest.mark.parametrize("ndim", [1, 2, 3])
 def test_every_rank_takes_many_by_the_arguments_of_one(anywhere, ndim):
     case = fprop((2, 4, *(6,) * ndim), (4, 2, *(2,) * ndim), stride=2, padding=1, dilation=2, groups=2)
@@ -1841,8 +1724,7 @@ def test_exceptions_of_the_inputs_and_of_a_call_end_the_stream(anywhere):
         yield from inputs(4)
 
     expected = [SMALL.reference(x, w, b) for x in inputs(4)]
-    tensors = torch.from_numpy if torch else np.asarray
-    for as_kind, ahead in itertools.product((np.asarray, tensors), (1, 2, 9)):
+    for as_kind, ahead in itertools.product((np.asarray, torch.from_numpy), (1, 2, 9)):
         for source, error in ((broken, ZeroDivisionError), (wrong, ConvArgumentError)):
             operands = map(as_kind, source())
             results, got = pc.conv2d_many(operands, *map(as_kind, (w, b)), padding=1, ahead=ahead, device=anywhere), []
@@ -1875,15 +1757,11 @@ def test_closing_the_stream_early_stops_it(anywhere):
     assert len(taken) <= 8
 
 
-@pytest.mark.parametrize("ahead", [0, -1, 1.0, None, True, "2"], ids=repr)
-def test_ahead_is_a_positive_integer(anywhere, ahead):
+@pytest.mark.parametrize("ahead", [0, 1.0, True], ids=repr)
+def test_ahead_is_a_positive_integer_and_no_out_is_taken(anywhere, ahead):
     _, w, b = SMALL.integers("float32")
     with pytest.raises((ConvArgumentError, TypeError), match="ahead"):
         list(pc.conv2d_many(inputs(2), w, b, ahead=ahead, device=anywhere))
-
-
-def test_one_out_for_many_results_is_refused(anywhere):
-    _, w, b = SMALL.integers("float32")
     with pytest.raises((ConvArgumentError, TypeError), match="out"):
         list(pc.conv2d_many(inputs(2), w, b, padding=1, out=np.zeros((2, 4, 9, 9), "f"), device=anywhere))
 
@@ -1891,7 +1769,7 @@ def test_one_out_for_many_results_is_refused(anywhere):
 BOUND = {"forward": SMALL, "transposed": dgrad((2, 4, 5, 6), (4, 3, 3, 2), stride=2), "without bias": fprop((3, 9), (4, 3, 2), bias=False)}
 
 
-@needs_torch
+@pytest.mark.pairs
 @pytest.mark.parametrize("small", [True, False])
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
 @pytest.mark.parametrize("name", BOUND)
@@ -1942,7 +1820,6 @@ def test_a_bound_plan_s_filter_is_sent_once_and_its_memory_given_back(gpus, cut,
     assert memory(gpus)[0] == before[0]
 
 
-@needs_torch
 def test_a_bound_plan_refuses_what_the_plan_does(anywhere):
     x, w, b = SMALL.integers("float32")
     plan = Plan(SMALL.problem(), anywhere)
@@ -1969,14 +1846,10 @@ BODY = "import numpy as np, pycuda_conv as pc\nx, w = np.ones((8, 1, 600, 602), 
 SUM = f"{8 * 598.0 * 600 * 9}\n"
 ENDINGS = {
     "results used after everything": HEAD + BODY + "kept.append(pc.conv2d(x, w))\n",
-    "a slice used after everything": HEAD + BODY + "kept.append(pc.conv2d(x, w)[:, 0])\n",
-    "in a cycle": HEAD + BODY + "class Node: pass\na = Node(); a.self = a; a.y = pc.conv2d(x, w)\nkept.append(a.y)\n",
     "read as modules go": BODY + "class Last:\n    def __init__(self): self.y, self.print, self.total = pc.conv2d(x, w), print, (lambda y, add=np.add.reduce: add(y, axis=None, dtype='d').item())\n    def __del__(self): self.print(self.total(self.y))\nlast = Last()\n",
     "in a thread": HEAD + BODY + "import threading\nt = threading.Thread(target=lambda: kept.append(pc.conv2d(x, w)))\nt.start()\n",
     "an unfinished stream": HEAD + BODY + "many = pc.conv2d_many((x for _ in range(9)), w)\nkept.append(next(many))\n",
     "a bound plan": HEAD + BODY + "bound = pc.Plan(pc.ConvProblem.forward(2, x.shape, w.shape)).bind(w)\nkept.append(bound(x))\n",
-    "after an error": HEAD + BODY + "try: pc.conv2d(x, w, out=x)\nexcept ValueError: kept.append(pc.conv2d(x, w))\n",
-    "edited in place": HEAD + BODY + "y = pc.conv2d(x, w)\natexit.register(lambda: y.__imul__(1))\nkept.append(y)\n",
 }  # fmt: skip
 
 

@@ -6,13 +6,13 @@ import weakref
 
 import numpy as np
 import pytest
+import torch
+from reference import by_turns
 
 import pycuda_conv as pc
+import pycuda_conv.nn as pn
+from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.runtime import default_backend
-
-torch = pytest.importorskip("torch", reason="the tensors are torch's")
-import pycuda_conv.nn as pn  # noqa: E402
-from pycuda_conv.arrays.tensors import TORCH  # noqa: E402
 
 F = torch.nn.functional
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -62,8 +62,7 @@ def test_every_function_of_tensors_is_in_the_list():
     assert set(takers) == set(calls()) == set(FUNCTIONS)
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name, dtype", by_turns(FUNCTIONS, DTYPES), ids=str)
 def test_functions_leave_tensors_resizable(name, dtype):
     tensors, options = calls(dtype)[name]
     made = called(name, tensors, options)
@@ -153,8 +152,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout, dtype", by_turns(LAYOUTS, DTYPES, rounds=2), ids=str)
 def test_a_tensor_is_seen_as_it_lies(dtype, layout):
     tensor = LAYOUTS[layout](draw(2, 3, 4, 4, dtype=dtype))
     if layout == "negated":

@@ -6,12 +6,10 @@ import json
 import time
 
 import pytest
+import torch
 
 from pycuda_conv.cli import main
 from pycuda_conv.tools.benchmarks import hostcost
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("rich")
 
 
 def test_medians_of_rounds_by_turns(monkeypatch):

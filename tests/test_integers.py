@@ -2,18 +2,12 @@
 
 import numpy as np
 import pytest
+import torch
 from reference import by_turns, reference
 
 import pycuda_conv as pc
 from pycuda_conv import ConvArgumentError, ConvProblem, Plan, engines
 from pycuda_conv.elements import INTEGER_BYTES, SHORT, as_dtype
-
-try:
-    import torch
-except ImportError:
-    torch = None
-
-needs_torch = pytest.mark.skipif(torch is None, reason="torch is not installed")
 
 
 def limits(dtype: str) -> tuple[int, int]:
@@ -133,7 +127,6 @@ def test_dask_of_integers():
         np.testing.assert_array_equal(y.compute(scheduler="sync"), expected)
 
 
-@needs_torch
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "uint16", "bool", "int32", "int64"])
 def test_tensors_of_integers(where, dtype):
     rng = np.random.default_rng(14)

@@ -146,7 +146,7 @@ def test_ctrl_c_in_a_call_comes_soon_and_leaves_everything_usable(fast_env, tmp_
 
 
 @pytest.mark.parametrize("kind, number, word", [
-    ("npy", signal.SIGTERM, "terminated"), ("zarr", signal.SIGINT, "interrupted"), ("tif", signal.SIGTERM, "terminated"), ("npy", signal.SIGINT, "interrupted"),
+    ("npy", signal.SIGTERM, "terminated"), ("zarr", signal.SIGINT, "interrupted"), ("tif", signal.SIGTERM, "terminated"),
 ])  # fmt: skip
 def test_the_command_ends_soon(fast_env, tmp_path, kind, number, word):
     """With kernels that would take minutes."""
@@ -190,7 +190,7 @@ def test_verify_ends_soon(fast_env, tmp_path, number, status):
 
 
 def test_ctrl_c_while_python_makes_a_class_ends_with_the_status(python_env, tmp_path):
-    """dataclass() and namedtuple() give texts to exec(), where imports spend much of their time: a caught Ctrl-C ended the process by itself."""
+    """dataclass() and namedtuple() give texts to exec(), where imports spend much time: a caught Ctrl-C ended the process by itself."""
     (tmp_path / "started.py").write_text("""
 from pycuda_conv import cli
 def work(argv):

@@ -13,6 +13,7 @@ from random import Random
 from types import SimpleNamespace
 
 import pytest
+import torch
 from fake_cuda import FakeCuda
 
 from pycuda_conv import BackendError, ConvArgumentError, ConvProblem, DeviceMemoryError, Plan, background, engines
@@ -186,7 +187,7 @@ def test_an_error_of_the_driver_says_what_failed(fake, kind):
 
 
 def test_too_little_memory(fake, monkeypatch):
-    """A small buffer may take what the pool holds; the error says how much was asked for. Streams that the driver refuses are made later."""
+    """A small buffer may take what the pool holds; the error says how much was asked for. Refused streams are made later."""
     device = fake.device("python")
     monkeypatch.setattr(driver, "pinned", lambda: SimpleNamespace(empty=lambda shape, dtype: None))
     with device:
@@ -268,7 +269,7 @@ def test_threads_share_a_plan(fake, kind, monkeypatch):
         plan.launch(buffers((i + 1) << 40), i + 1)
         expected |= set(fake.asked())
     fake.asked()
-    encode, start = tensor_map.encoded, threading.Barrier(4)
+    encode, start = tensor_map.encoded, threading.Barrier(4, timeout=300)
 
     def slowly(described, address):
         """Let other threads run between a map's making and its use."""
@@ -361,7 +362,6 @@ def test_it_knows_whether_the_context_is_current(fake):
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_both_launchers_give_the_same_bits_on_a_gpu(problem, monkeypatch):
     """On the default stream, on another one, and in a graph; with arrays that move, so that tensor maps are encoded again."""
-    torch = pytest.importorskip("torch")
     device = get_device("cuda:0")
     for dtype, layout in [("float32", "NCHW"), ("float16", "NHWC" if problem.ndim > 1 and problem.direction != "wgrad" else "NCHW")]:
         asked = replace(problem, dtype=dtype, layout=layout)
@@ -391,7 +391,6 @@ def test_both_launchers_give_the_same_bits_on_a_gpu(problem, monkeypatch):
 
 def convolved(device, stream=None):
     """A function that convolves torch's tensors there, which the driver's stand-in has no need to see, and a plan for it."""
-    torch = pytest.importorskip("torch")
     from pycuda_conv.arrays.tensors import TorchKind
 
     kind = TorchKind()

@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+import torch
 
 import pycuda_conv as pc
 from pycuda_conv import ConvProblem, engines, tune
@@ -17,7 +18,6 @@ from pycuda_conv.tools.benchmarks import layerbench as bench
 from pycuda_conv.tools.terminal import ToolError
 from pycuda_conv.tune import lookup
 
-torch = pytest.importorskip("torch")
 MACHINE = {"command": "a command", "date": "2026-11-29T00:00", "GPU": "a GPU, of some kind", "torch": "2.0", "method": "a clock"}
 
 

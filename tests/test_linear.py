@@ -6,13 +6,11 @@ import copy
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.nn import functional as F
 
-torch = pytest.importorskip("torch")
-
-from torch.nn import functional as F  # noqa: E402
-
-from pycuda_conv.arrays import torch_internals  # noqa: E402
-from pycuda_conv.nn import convert, linear  # noqa: E402
+from pycuda_conv.arrays import torch_internals
+from pycuda_conv.nn import convert, linear
 
 #: torch's own convolutions in the place of ours, to see which products are asked for.
 TORCHS = SimpleNamespace(conv1d=F.conv1d, conv_transpose1d=F.conv_transpose1d, conv1d_bias=lambda dy: dy.sum((0, 2)))

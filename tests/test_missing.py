@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 import pycuda_conv as pc
 
@@ -33,7 +34,6 @@ def test_nan_is_interpolated(kind, mode):
     for dtype, tolerance in (("float64", 1e-12), ("float32", 3e-6)):
         a, b = x.astype(dtype), w.astype(dtype)
         if kind == "torch":
-            torch = pytest.importorskip("torch")
             a, b = torch.from_numpy(a), torch.from_numpy(b)
         elif kind == "dask":
             a = pytest.importorskip("dask.array").from_array(a, chunks=(1, 3, 5, 11))
@@ -62,7 +62,6 @@ def test_masks_and_fills():
 
 
 def test_torch_differentiates():
-    torch = pytest.importorskip("torch")
     x, w = torch.rand(1, 2, 5, 6, dtype=torch.float64), torch.rand(3, 2, 3, 3, dtype=torch.float64) + 0.1
     mask = torch.rand(5, 6) < 0.2
     x.requires_grad_(), w.requires_grad_()

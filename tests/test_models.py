@@ -9,7 +9,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from conftest import why_no_opencl
+import torch
 
 from pycuda_conv.cli import main
 from pycuda_conv.timing import Effort
@@ -17,9 +17,6 @@ from pycuda_conv.tools import ahead, bench, model_rows, models, networks, progra
 from pycuda_conv.tools.model_rows import Case, Curve, Evaluated, Trained
 from pycuda_conv.tools.rivals import COMPILED, EAGER, INDUCTOR, LIGHT, OURS_REDUCED, REDUCED, Side
 from pycuda_conv.tools.terminal import FAILED, OK, UNUSABLE, ToolError
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("rich")
 
 CASE = Case("evaluated", "resnet50", 32, "fp32")
 TRAINED = Case("trained", "resnet50", 64, "fp32")
@@ -50,10 +47,8 @@ def stand_in(monkeypatch):
 
 
 @pytest.fixture
-def cpu(monkeypatch, stand_in):
+def cpu(monkeypatch, stand_in, opencl):
     """A device that counts as a GPU, and is PoCL."""
-    if why_no_opencl():
-        pytest.skip(why_no_opencl())
     device = SimpleNamespace(name="cpu", backend="cuda", all_compiled=lambda: True)
     monkeypatch.setattr(bench, "gpu_for", lambda settings, flag: device)
     monkeypatch.setattr(bench, "describe", lambda *_: {"date": "2026-01-01T", "GPU": "none, such", "torch": "2"})
@@ -122,7 +117,8 @@ def test_sides_are_known_by_name():
     assert names("fp16-nhwc", True) == [LIGHT, EAGER]
     assert names("fp16-nhwc", False) == [LIGHT, EAGER, INDUCTOR, COMPILED, OURS_REDUCED, REDUCED]
     assert names("bf16", False, True)[-1] == rivals.AUTOTUNED
-    assert names("fp32", True) == [LIGHT, EAGER, rivals.EAGER_TF32] and names("fp32-nhwc", False)[-2:] == [rivals.EAGER_TF32, rivals.COMPILED_TF32]
+    assert names("fp32", True) == [LIGHT, EAGER, rivals.EAGER_TF32]
+    assert names("fp32-nhwc", False)[-2:] == [rivals.EAGER_TF32, rivals.COMPILED_TF32]
     assert all(side.captures == ("reduce" in side.name or "autotune" in side.name) for side in rivals.sides("fp32", False, True))
 
 
@@ -213,7 +209,8 @@ def test_what_a_network_computes_in_training():
     model = n.Sequential(n.Conv2d(3, 8, 3, stride=2), n.Conv2d(8, 8, 3, padding=1, groups=2, bias=False), n.Conv2d(8, 8, 3, padding=1, groups=2, bias=False)).to("meta")
     images = torch.randn(2, 3, 9, 9, device="meta")
     found = training_steps.convolutions(torch, model, images, "fp32")
-    assert [problem.direction for problem in found] == ["fprop", "wgrad", "fprop", "dgrad", "wgrad"]  # images have no gradient; the last two are one
+    # images have no gradient; the last two are one
+    assert [problem.direction for problem in found] == ["fprop", "wgrad", "fprop", "dgrad", "wgrad"]
     assert found[0].has_bias and found[0].stride == (1, 2, 2) and found[3].groups == 2
     assert {(p.dtype, p.layout) for p in training_steps.convolutions(torch, model, images, "bf16-nhwc")} == {("bfloat16", "NHWC")}
 
@@ -241,10 +238,6 @@ def test_a_step_is_of_its_mode(stand_in, mode, weights, inside):
 
 
 # ---- loss curves
-
-
-def test_the_distance_of_curves():
-    assert training_steps.distance([1.0, 2.0], [1.0, 2.0]) == 0 and training_steps.distance([1.0, 5.0], [1.0, 2.0]) == pytest.approx(math.sqrt(4.5))
 
 
 def test_inputs_are_perturbed_by_a_unit_of_rounding():
@@ -290,11 +283,13 @@ def test_all_of_it_on_a_device_that_counts_as_a_gpu(cpu, capsys, tmp_path):
     ]  # fmt: skip
     assert [row["verdict"] for row in rows] == ["failed: ValueError: there is no network 'broken'", "ok"] * 2 + ["ok"] * 2
     for row in rows[1:4:2]:
-        assert row["call_ratio"] == pytest.approx(row["wall_ms"][EAGER] / row["wall_ms"][LIGHT]) and row["graph_ms"][LIGHT] > 0 and row["fused"] == 2
+        assert row["call_ratio"] == pytest.approx(row["wall_ms"][EAGER] / row["wall_ms"][LIGHT])
+        assert row["graph_ms"][LIGHT] > 0 and row["fused"] == 2
         assert row["errors"][LIGHT] < (1e-6 if row["mode"] == "fp32" else 0.05)
     for row in rows[4:]:
         assert (row["peak"], row["torch_peak"]) == (2e9, 2e9) and row["light_ratio"] > 0 and row["apart"][LIGHT] < 0.01
-        assert row["errors"].keys() == {LIGHT, EAGER} and row["errors"][LIGHT] < (1e-5 if row["mode"] == "fp32" else 0.1) and row["graph_ms"][LIGHT] > 0
+        assert row["errors"].keys() == {LIGHT, EAGER}
+        assert row["errors"][LIGHT] < (1e-5 if row["mode"] == "fp32" else 0.1) and row["graph_ms"][LIGHT] > 0
     out, err = capsys.readouterr()
     assert "Evaluation, ms" in out and "Training, images per second" in out and "Loss curves" not in out
     assert out.count("\nbroken, 2 images, fp32, evaluated: failed: ValueError: there is no network 'broken'\n") == 1
@@ -398,15 +393,12 @@ def test_a_decoder_of_videos_gives_the_same_in_chunks():
 
 def test_memory_formats_of_volumes_and_signals():
     assert rivals.format_of(torch, "fp16-nhwc") is torch.channels_last and rivals.format_of(torch, "fp32") is torch.contiguous_format
-    assert rivals.format_of(torch, "fp16-nhwc", 5) is torch.channels_last_3d and rivals.format_of(torch, "fp16-nhwc", 3) is torch.contiguous_format
+    assert rivals.format_of(torch, "fp16-nhwc", 5) is torch.channels_last_3d
+    assert rivals.format_of(torch, "fp16-nhwc", 3) is torch.contiguous_format
     layers = torch.nn.Sequential(torch.nn.Conv3d(4, 4, 3), torch.nn.Conv2d(4, 4, 3), torch.nn.Conv1d(4, 4, 3))
     volume, plane, signal = (layer.weight for layer in rivals.laid_out(torch, layers, "bf16-nhwc"))
     assert volume.is_contiguous(memory_format=torch.channels_last_3d) and plane.is_contiguous(memory_format=torch.channels_last)
     assert signal.is_contiguous()
-
-
-def test_other_names_are_not_drawn():
-    assert all(programs.program(name) is None for name in ("resnet50", "unet:", "unet:x", "unet:-1", "decoder", "timm:5"))
 
 
 class Drawn:
@@ -519,7 +511,8 @@ def test_sides_that_were_not_compiled_in_time_are_left_out(cpu, caplog, tmp_path
     file = tmp_path / "models.json"
     assert main(["bench", "--models", "net", "--mode", "bf16", "--seconds", "100", "--json", str(file)]) == OK
     (row,) = json.loads(file.read_text())["rows"]
-    assert row["wall_ms"].keys() == {LIGHT, EAGER} and f"net, 2 images, bf16, evaluated: {COMPILED} is left out: it was not compiled in time" in caplog.text
+    assert row["wall_ms"].keys() == {LIGHT, EAGER}
+    assert f"net, 2 images, bf16, evaluated: {COMPILED} is left out: it was not compiled in time" in caplog.text
 
 
 @pytest.mark.gpu
@@ -533,4 +526,5 @@ def test_on_a_gpu(stand_in, capsys, tmp_path, monkeypatch):
     rows = json.loads(file.read_text())["rows"]
     assert [row["what"] for row in rows] == ["evaluated"] * 3 + ["trained"] * 2 + ["loss curve"] * 2
     for row in rows:
-        assert row["verdict"] == "ok" and (row["what"] == "loss curve" or row["step_ms" if row["what"] == "trained" else "graph_ms"][LIGHT] > 0)
+        assert row["verdict"] == "ok"
+        assert (row["what"] == "loss curve" or row["step_ms" if row["what"] == "trained" else "graph_ms"][LIGHT] > 0)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import pycuda_conv
 import pycuda_conv.ndimage as ours
@@ -215,14 +216,12 @@ LINEAR = {
 @pytest.mark.parametrize("mode", ["reflect", "constant", "mirror", "wrap", "nearest"])
 @pytest.mark.parametrize("name", LINEAR)
 def test_torch_differentiates(name, mode):
-    torch = pytest.importorskip("torch")
     x = torch.rand(3, 4, 2, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: LINEAR[name](x, mode), (x,), fast_mode=True)
     assert torch.autograd.gradgradcheck(lambda x: LINEAR[name](x, mode), (x,), fast_mode=True)
 
 
 def test_torch_differentiates_by_the_filter_and_through_a_norm():
-    torch = pytest.importorskip("torch")
     x, w = (torch.rand(*shape, dtype=torch.float64, requires_grad=True) for shape in ((4, 5), (2, 3)))
 
     def convolved(x, w):
@@ -239,7 +238,6 @@ def test_torch_differentiates_by_the_filter_and_through_a_norm():
 @pytest.mark.parametrize("mode", ["full", "same", "valid"])
 @pytest.mark.parametrize("sizes", [((6, 7), (2, 3)), ((2, 3), (6, 7))])
 def test_torch_differentiates_signals_by_both(mode, sizes):
-    torch = pytest.importorskip("torch")
     a, b = (torch.rand(*size, dtype=torch.float64, requires_grad=True) for size in sizes)
     for name in ("convolve", "correlate", "fftconvolve", "oaconvolve", "convolve2d", "correlate2d"):
         function, known = getattr(our_signal, name), getattr(signal, name)
@@ -248,7 +246,6 @@ def test_torch_differentiates_signals_by_both(mode, sizes):
 
 
 def test_tensors_give_tensors():
-    torch = pytest.importorskip("torch")
     x = torch.rand(20, 30)
     want = ndimage.gaussian_filter(x.numpy().astype(float), 1.0)
     got = ours.gaussian_filter(x, 1.0)
@@ -381,7 +378,6 @@ def on_gpu(library, x):
         cupy = pytest.importorskip("cupy")
         return cupy.asarray(x), cupy.asnumpy
     if library == "torch":
-        torch = pytest.importorskip("torch")
         return torch.from_numpy(np.ascontiguousarray(x)).cuda(), lambda y: y.cpu().numpy()
     if library == "numpy":
         return x, np.asarray
@@ -427,7 +423,6 @@ def test_large_filters_and_images_on_a_gpu():
 
 @pytest.mark.gpu
 def test_gradients_on_a_gpu():
-    torch = pytest.importorskip("torch")
     for mode in ("reflect", "wrap", "constant"):
         x = torch.rand(3, 4, 2, dtype=torch.float64, requires_grad=True, device="cuda")
         for function in LINEAR.values():
@@ -483,7 +478,6 @@ def test_masks():
         ours.correlate(x, edge, mask=gone)
     want = ndimage.correlate(np.where(gone, 7.0, x), edge)
     np.testing.assert_allclose(ours.correlate(x, edge, mask=gone, fill=7, output="float32"), want, atol=1e-4)
-    torch = pytest.importorskip("torch")
     there = torch.from_numpy(x.astype(np.float32))
     assert np.abs(ours.correlate(there, w, mask=torch.from_numpy(gone)).numpy() - interpolated(x.astype(float), gone, w, "reflect")).max() < 1e-4
     for wrong, words in (({"nan": "fill"}, "nan must be"), ({"fill": 1.0}, "go with"), ({"mask": gone[1:]}, "mask must have the shape")):

@@ -9,6 +9,7 @@ import ml_dtypes  # noqa: F401  # it tells numpy of bfloat16
 import numpy as np
 import pytest
 import simt
+import torch
 
 from pycuda_conv.engines.nn import norm as engine
 from pycuda_conv.engines.nn.norm import PLANES, ROWS, SLICED_ROWS, SMALL, Norm
@@ -116,7 +117,6 @@ def test_an_image_has_the_same_bits_alone(norm, form):
 
 def exact_gradients(norm, x, gamma, beta, dout):
     """dx, gamma's and beta's gradient in float64."""
-    torch = pytest.importorskip("torch")
     of = [torch.from_numpy(one.astype(np.float64)).requires_grad_() for one in (x, gamma, beta)]
     rows = of[0].reshape(norm.N, norm.groups, -1)
     mean = torch.zeros(()) if norm.rms else rows.mean(2, keepdim=True)

@@ -5,23 +5,15 @@ from __future__ import annotations
 import copy
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
 
-torch = pytest.importorskip("torch")
-from torch import nn  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
-
-import pycuda_conv.nn as pn  # noqa: E402
-from pycuda_conv.nn import norm_modules, normalise  # noqa: E402
+import pycuda_conv.nn as pn
+from pycuda_conv.nn import norm_modules, normalise
 
 AFTER = {None: lambda v: v, "relu": F.relu, "silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda v: F.gelu(v, approximate="tanh")}
 LIMITS = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def where(request):
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no GPU")
-    return request.param
 
 
 def numbers(*shape, where="cpu", dtype=torch.float32, last=False, mean=0.0):
@@ -35,6 +27,7 @@ def far(found, wanted):
     return float(off.norm() / wanted.norm()), float((off.abs() / (wanted.abs() + 1)).max())
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("shape, groups", [
@@ -60,6 +53,7 @@ def test_group_norm(where, dtype, last, shape, groups):
         assert torch.equal(one, found[-1:])  # whatever else is in the batch
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("shape, groups", [((2, 32, 9, 7), 4), ((2, 128, 130, 100), 32), ((3, 5, 16, 16), 1)])
@@ -75,6 +69,7 @@ def test_what_is_added_to_the_channels_of_an_image(where, dtype, last, shape, gr
     assert x.grad.shape == x.shape and added.grad.shape == added.shape
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape, axes", [((300, 96), 1), ((7, 1024), 1), ((2, 9, 5000), 1), ((4, 6, 40, 30), 3), ((64, 37), 1), ((3, 5, 8), 2)])
 @pytest.mark.parametrize("rms", [False, True])
@@ -89,6 +84,7 @@ def test_rows(where, dtype, shape, axes, rms):
     assert found.stride() == x.stride() and far(found, wanted)[1] < LIMITS[dtype]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("shape, groups, activation", [
@@ -108,6 +104,7 @@ def test_gradients(where, dtype, last, shape, groups, activation):
         assert results[0][0].stride() == x.stride()
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("shape, groups", [((2, 32, 9, 7), 4), ((2, 64, 130, 100), 32), ((3, 6, 16, 16), 1)])

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from test_repeat import IN_C, strided, warm  # noqa: F401  (a fixture)
+from torch import nn
+from torch.nn import functional as F
 
-torch = pytest.importorskip("torch")
-
-from test_repeat import IN_C, strided, warm  # noqa: E402, F401  (a fixture)
-from torch import nn  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
-
-import pycuda_conv as pc  # noqa: E402
-from pycuda_conv.execute import device as on_gpu  # noqa: E402
-from pycuda_conv.nn import norms  # noqa: E402
-from pycuda_conv.nn.norms import norm_act  # noqa: E402
+import pycuda_conv as pc
+from pycuda_conv.execute import device as on_gpu
+from pycuda_conv.nn import norms
+from pycuda_conv.nn.norms import norm_act
 
 PLACES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 TYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -48,6 +46,7 @@ def close(got, ref, dtype, scale=1.0):
     assert ((got.double() - ref.double()).abs() <= scale * size * (1 + ref.double().abs())).all()
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("last", [False, True], ids=["C order", "channels last"])
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)

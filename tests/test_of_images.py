@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from reference import assert_exact, fprop
 
 import pycuda_conv as pc
 from pycuda_conv import ConvProblem
 from pycuda_conv.engines.depthwise import nhwc as depthwise_nhwc
 from pycuda_conv.runtime.target import Target
-
-torch = pytest.importorskip("torch")
 
 H200 = Target("sm_90a")
 
@@ -64,6 +63,7 @@ def test_depthwise_filters_of_slices_have_the_kernels_of_images():
     assert isinstance(pc.engines.choose(problem, H200), depthwise_nhwc.CONFIGS)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("last", [False, True], ids=["NCHW", "NHWC"])
 @pytest.mark.parametrize("taps", [(1, 3, 2), (3, 1, 1)], ids=["1x3x2", "3x1x1"])
 @pytest.mark.parametrize("groups", [1, 4])

@@ -9,12 +9,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-import pycuda_conv.nn as pnn  # noqa: E402
-from pycuda_conv.nn import autograd, conv_operators, evaluation  # noqa: E402
-from pycuda_conv.nn.autograd import CONV, CONV_INPUT, CONV_TRANSPOSE, CONV_WEIGHT, Settings  # noqa: E402
+import pycuda_conv.nn as pnn
+from pycuda_conv.nn import autograd, conv_operators, evaluation
+from pycuda_conv.nn.autograd import CONV, CONV_INPUT, CONV_TRANSPOSE, CONV_WEIGHT, Settings
 
 OURS = torch.ops.pycuda_conv
 NAMES = ["convolve", "conv", "conv_transpose", "conv_input", "conv_weight", "evaluate", "fused_statistics", "fused_normalised", "fused_conv_bn_relu", "fused_conv_bn_relu_backward", "fused_inference"]
@@ -68,7 +67,7 @@ def least_us(*calls) -> list[float]:
 
 
 def test_a_call_costs_little(monkeypatch):
-    """Beside what torch's dispatcher takes for an empty function with the same arguments; below 12 us where the machine has nothing else to do."""
+    """Beside what torch's dispatcher takes for an empty function of the same arguments; below 12 us on a quiet machine."""
     library = torch.library.Library("pycuda_conv_test", "FRAGMENT")
     made = torch.empty(2, 8, 6, 6)
     arguments = {name: str(getattr(OURS, name).default._schema).partition("(")[2] for name in ("evaluate", "convolve")}
@@ -143,7 +142,7 @@ torch.testing.assert_close(torch._inductor.aoti_load_package(file)(x), model(x))
 @pytest.mark.gpu  # on few cores it takes minutes
 @pytest.mark.parametrize("place", ["cpu", "cuda"])
 def test_compiled_ahead_of_time(tmp_path, place):
-    """AOTInductor takes operators in Python: the process that loads the library needs this package. A process of its own, for torch 2.11's loader crashed."""
+    """AOTInductor's operators are Python's: who loads the library needs this package. In its own process, for torch 2.11's loader crashed."""
     text = AHEAD.format(tests=str(Path(__file__).parent), place=place, file=str(tmp_path / "model.pt2"))
     try:
         done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=120, check=False)

@@ -5,11 +5,10 @@ from functools import cache
 
 import numpy as np
 import pytest
+import torch
 from reference import EPS, assert_close
 
 import pycuda_conv as pc
-
-torch = pytest.importorskip("torch", reason="the samples are torch's")
 
 
 @cache
@@ -41,6 +40,7 @@ def tensors(function, sample):
     return [function(a.cpu().double()) if isinstance(a, torch.Tensor) else a for a in (sample.input, *sample.args)]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("where", WHERE)

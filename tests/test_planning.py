@@ -71,6 +71,7 @@ def test_a_share_of_a_gpu_may_be_smaller_than_a_cluster(multiprocessors, hopper)
     assert all(registry.candidates(problem, hopper) for problem in PROBLEMS)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("architecture", ["sm_75", "sm_80", "sm_90a"])
 @pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
 @pytest.mark.parametrize(("n", "c"), [(0, 16), (2, 0)])

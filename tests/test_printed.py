@@ -1,10 +1,9 @@
 """A printed model shows which of its layers this package computes."""
 
-import pytest
 
-torch = pytest.importorskip("torch")
+import torch
 
-import pycuda_conv.nn as pn  # noqa: E402
+import pycuda_conv.nn as pn
 
 nn = torch.nn
 MARK = "by pycuda_conv)"

@@ -165,7 +165,7 @@ def work(i):
         context.detach()
 threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
 for one in threads: one.start()
-for one in threads: one.join()
+for one in threads: one.join(300)
 assert not wrong, wrong
 """, 0),
 }  # fmt: skip

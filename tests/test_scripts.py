@@ -10,7 +10,6 @@ from conftest import why_no_opencl
 import pycuda_conv as pc
 from pycuda_conv.timing import Effort
 
-pytest.importorskip("torch")
 SCRIPTS = Path(pc.__file__).resolve().parent.parent / "scripts"
 pytestmark = [
     pytest.mark.skipif(bool(why_no_opencl()), reason=str(why_no_opencl())), pytest.mark.skipif(not SCRIPTS.is_dir(), reason="no scripts/ beside the package"),

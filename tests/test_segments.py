@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import simt
+import torch
 from alike import like_h200
 from reference import DTYPES, reference
 
@@ -12,11 +13,6 @@ import pycuda_conv as pc
 from pycuda_conv import ConvArgumentError, ConvProblem
 from pycuda_conv.engines.hopper import segments
 from pycuda_conv.engines.hopper.dense import DenseNhwc
-
-try:
-    import torch
-except ImportError:
-    torch = None
 
 H200 = like_h200((9, 0), "cuda")
 #: Channels of both arrays, of the result, sizes, taps of both filters; tails of channels, rows and pixels.
@@ -80,7 +76,6 @@ def test_arrays_of_all_kinds_are_joined():
     np.testing.assert_allclose(lazy.compute(), right, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.skipif(torch is None, reason="torch is not installed")
 def test_gradients_reach_all_arrays():
     torch.manual_seed(0)
     arrays = [torch.randn(2, n, 7, dtype=torch.float64, requires_grad=True) for n in (3, 2)]
@@ -116,7 +111,6 @@ def test_other_things_are_refused():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch is None, reason="torch is not installed")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_on_a_gpu(dtype, monkeypatch):
     """Where they lie, by the launch of its own, and not by a copy."""

@@ -2,16 +2,10 @@
 
 import numpy as np
 import pytest
+import torch
 
 import pycuda_conv as pc
 from pycuda_conv import ConvArgumentError, streaming
-
-try:
-    import torch
-except ImportError:
-    torch = None
-
-needs_torch = pytest.mark.skipif(torch is None, reason="torch is not installed")
 
 
 class Drawn:
@@ -61,6 +55,7 @@ class Drawn:
         return self.function(self.x, self.w, self.b, **self.options | {"padding": ((self.reach - self.stride, 0), *others), "padding_mode": modes})
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("depthwise", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("ndim", [1, 3])
@@ -76,7 +71,6 @@ def test_any_cuts_give_the_bits_of_the_whole(seed, ndim, transposed, depthwise):
         np.testing.assert_array_equal(state, last)
 
 
-@needs_torch
 @pytest.mark.parametrize("transposed", [False, True])
 def test_tensors_and_their_gradients(transposed):
     """The gradients of all pieces together are those of the whole signal."""
@@ -95,7 +89,6 @@ def test_tensors_and_their_gradients(transposed):
         assert torch.allclose(one, other, rtol=1e-10, atol=1e-10)
 
 
-@needs_torch
 @pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("transposed, depthwise, ndim, stride", [(False, False, 1, 1), (False, False, 1, 3), (True, False, 1, 2), (False, True, 3, 1)])
 def test_pieces_alike_are_found_again(place, transposed, depthwise, ndim, stride, monkeypatch):
@@ -119,7 +112,6 @@ def test_pieces_alike_are_found_again(place, transposed, depthwise, ndim, stride
     assert torch.equal(torch.cat(parts, 2), whole) and decided[:2] == [0, 1] and len(decided) < 4
 
 
-@needs_torch
 def test_frames_of_channels_last_volumes():
     """Layout and numbers as those of the whole volume; the state lies as the input does."""
     torch.manual_seed(0)
@@ -199,12 +191,10 @@ def test_other_arrays_are_refused():
         pc.conv1d(da.from_array(X, chunks=4), W, state="zeros")
     with pytest.raises(ConvArgumentError, match="takes an input with channels"):
         pc.conv1d(np.zeros(8, "f"), np.zeros(3, "f"), state="zeros")
-    if torch is not None:
-        with pytest.raises(TypeError):
-            pc.conv1d(X, W, state=torch.zeros(2, 3, 2))
+    with pytest.raises(TypeError):
+        pc.conv1d(X, W, state=torch.zeros(2, 3, 2))
 
 
-@needs_torch
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_bits_on_a_gpu(dtype):

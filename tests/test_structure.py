@@ -99,7 +99,7 @@ def test_calls_are_repeated_from_one_kind_of_table():
 
 # ---- the way of an argument
 
-#: The floors that the input of conv2d passes, the highest first. `repeat` is where calls of arrays are repeated: `arrays` tell it their classes.
+#: The floors that the input of conv2d passes, the highest first. `repeat` repeats calls of arrays: `arrays` tell it their classes.
 FLOORS = ("ops",), ("dispatch",), ("plan",), ("execute",), ("arrays", "repeat"), ("runtime",)
 
 

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from conftest import why_no_cuda, why_no_opencl
 from reference import python, started
 
@@ -27,18 +28,17 @@ from pycuda_conv import background, cli, timing
 from pycuda_conv.engines.direct.direct import Batched
 from pycuda_conv.engines.hopper.gemm import ImplicitGemm
 from pycuda_conv.engines.hopper.pointwise import Pointwise
-from pycuda_conv.interrupt import INTERRUPTED
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.rounding import bound
 from pycuda_conv.runtime import cache as kernel_cache
 from pycuda_conv.runtime import get_device, launcher, pinned
 from pycuda_conv.runtime.opencl import OpenCLDevice
 from pycuda_conv.timing import Effort
-from pycuda_conv.tools import bench, info, oracle, report, suite, terminal, training, verify
+from pycuda_conv.tools import bench, oracle, report, suite, terminal, training, verify
 from pycuda_conv.tools.benchmarks import hostbench, peaks
-from pycuda_conv.tools.floors import Floor, Rates, _places, floor, for_plain_units, plain_floor, tensor_floor
+from pycuda_conv.tools.floors import Rates, _places, floor, for_plain_units, plain_floor, tensor_floor
 from pycuda_conv.tools.oracle import compare, reference, torch_for
-from pycuda_conv.tools.report import Row, geometric_mean, quantile
+from pycuda_conv.tools.report import Row, geometric_mean
 from pycuda_conv.tools.terminal import FAILED, OK, UNUSABLE, ToolError
 
 ROOT = Path(pc.__file__).resolve().parent.parent
@@ -53,13 +53,6 @@ ONLY_SMALLEST = "[14]x5x5 -> "
 @pytest.mark.parametrize("values, mean", [((), None), ((3,), 3), ((0.5, 2), 1), ((1, 10, 100), 10), ((1e-200,) * 3, 1e-200)])
 def test_geometric_mean(values, mean):
     assert geometric_mean(iter(values)) == (mean if mean is None else pytest.approx(mean, rel=1e-12))
-
-
-@pytest.mark.parametrize("count", [1, 2, 5, 8])
-@pytest.mark.parametrize("q", [0, 0.25, 0.5, 0.75, 1])
-def test_quantile_is_numpy_s(count, q):
-    values = np.random.default_rng(count).random(count).tolist()
-    assert quantile(values, q) == pytest.approx(np.quantile(values, q))
 
 
 def row(flops=10**9, ours=10.0, torch=20.0, **others) -> Row:
@@ -95,8 +88,10 @@ def test_the_summary_counts_each_row_where_it_belongs():
     dense, every = found["fp32"]["dense"], found["fp32"]["all"]
     assert (dense["rows"], every["rows"], found["fp32"]["rows"], found["fp32"]["wrong_rows"]) == (3, 5, 6, 1)
     assert dense["packed"] == {"geometric_mean": pytest.approx(1), "lowest": 0.25, "lowest_problem": "slow", "below_one": ["slow"], "of_floor": pytest.approx(0.25)}
-    assert dense["kept"]["geometric_mean"] == pytest.approx(2) and dense["kept"]["below_one"] == ["slow"] and dense["kept"]["of_floor"] == pytest.approx(0.5)
-    assert every["packed"]["geometric_mean"] == pytest.approx(9 ** (1 / 5)) and (dense["less_exact"], every["less_exact"]) == ([], ["grouped"])
+    assert dense["kept"]["geometric_mean"] == pytest.approx(2)
+    assert dense["kept"]["below_one"] == ["slow"] and dense["kept"]["of_floor"] == pytest.approx(0.5)
+    assert every["packed"]["geometric_mean"] == pytest.approx(9 ** (1 / 5))
+    assert (dense["less_exact"], every["less_exact"]) == ([], ["grouped"])
     assert found["bf16"]["all"] == found["bf16"]["dense"] and found["bf16"]["all"]["packed"]["below_one"] == ["other"]
     lines = report.summary_lines(found)
     assert lines[:4] == [
@@ -107,27 +102,11 @@ def test_the_summary_counts_each_row_where_it_belongs():
     assert "fp32: 5 of 6 rows timed; 1 wrong" in lines and lines[-1] == "bf16: 1 of 1 rows timed; 0 wrong"
 
 
-def test_the_summary_names_a_row_once():
-    rows = [row(2 * 10**9, 20, 10, problem="large"), row(10**6, 20, 10, problem="small"), row(10**6, 15, 10, problem="tiny")]
-    lines = report.summary_lines(report.summary(rows))
-    assert lines[2] == "  below 1: 1 (large), kept 0" and lines[6] == "  below 1: 3 (besides: small; tiny), kept 0"
-
-
-def test_the_summary_of_nothing():
-    assert report.summary([]) == {} and report.summary_lines({}) == []
-    assert report.summary_lines(report.summary([wrong()])) == ["fp32: 0 of 1 rows timed; 1 wrong"]
-
-
 def test_cells_show_a_dash_where_there_is_no_number():
     shown = report.cells(row(error=1.24e-7, timing="graph"))
     assert shown == ("p", "Gemm", "10.00", "5.00", "20.00", "2.00", "4.00", "100", "2.50", "25%", "1.2e-07", "-", "graph", "ok")
     assert len(shown) == len(report.COLUMNS)
     assert report.cells(wrong())[2:10] == ("-",) * 8 and report.cells(wrong())[-1] == "WRONG"
-
-
-@pytest.mark.parametrize("us, text", [(None, "-"), (1.234, "1.23"), (123.45, "123.5"), (12345.6, "12346")])
-def test_microseconds(us, text):
-    assert report.microseconds(us) == text
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1e-9, 3e-6, 1e-4, 1e-3, 0.1])
@@ -143,7 +122,7 @@ def test_effort_lies_between_its_bounds(round_seconds, rounds):
     assert Effort(rounds=7, seconds=0.3, most_rounds=50).count(round_seconds) == rounds
 
 
-@pytest.mark.parametrize("problem", suite.suite(), ids=bench.label)
+@pytest.mark.parametrize("problem", suite.suite()[::3], ids=bench.label)
 def test_operand_sets_and_checked_channels(problem):
     for cache in (0, 2**20, 50 * 2**20):
         sets = timing.operand_sets(problem, cache)
@@ -157,7 +136,8 @@ def test_operand_sets_and_checked_channels(problem):
     else:
         assert len(chosen) * problem.groups == oracle.CHECKED_CHANNELS
         bounds = [i * own // len(chosen) for i in range(len(chosen) + 1)]
-        assert all(first <= c < end for first, c, end in zip(bounds, chosen, bounds[1:], strict=False))  # one of each part, so that no tile is left out
+        # one of each part, so that no tile is left out
+        assert all(first <= c < end for first, c, end in zip(bounds, chosen, bounds[1:], strict=False))
         assert chosen != oracle.checked_channels(problem, 2)
     assert oracle.checked_channels(problem, 1) == chosen
 
@@ -165,7 +145,8 @@ def test_operand_sets_and_checked_channels(problem):
 def test_every_kind_of_layer_is_in_the_suite():
     problems = suite.suite()
     assert {kind: [suite.kind_of(p) for p in problems].count(kind) for kind in suite.KINDS} == {kind: len(list(make())) for kind, make in suite.KINDS.items()}
-    assert 140 < len(problems) < 160 and problems[:43] == suite.core() and min([suite.kind_of(p) for p in problems].count(kind) for kind in suite.KINDS) >= 4
+    assert 140 < len(problems) < 160 and problems[:43] == suite.core()
+    assert min([suite.kind_of(p) for p in problems].count(kind) for kind in suite.KINDS) >= 4
     assert {p.ndim for p in problems} == {1, 2, 3} and {p.direction for p in problems} == {"fprop", "dgrad"}
     for mode in suite.MODES:
         assert all(suite.kind_of(suite.in_mode(p, mode)) == suite.kind_of(p) for p in problems)
@@ -244,12 +225,6 @@ def test_places_are_counted_as_one_by_one():
         assert _places(size, first, few, many) == _places(size, first, many, few) == len(every & set(range(size)))
 
 
-def test_a_depthwise_layer_s_floor_is_its_bytes():
-    full, half = (_layer("conv2d 64x144x56x56", mode) for mode in ("fp32", "fp16"))
-    assert floor(full, tensor_cores=False).us == pytest.approx(54, abs=0.5) and floor(half, tensor_cores=False).us == pytest.approx(27, abs=0.5)
-    assert floor(full, tensor_cores=False).compute == pytest.approx(full.flops / 60e6) and floor(full, tensor_cores=False).pack == 0
-
-
 def test_what_is_for_the_plain_units():
     labels = {bench.label(p) for p in suite.core() if for_plain_units(p)}
     assert {text.split()[1] for text in labels} == {"1x1x5x5", "2x4x5x5", "32x16x7x7", "4x16x32x32", "1x1x512x512", "64x144x56x56", "64x192x28x28", "64x256x28x28"}
@@ -265,19 +240,6 @@ def test_a_gpu_s_floor_is_made_of_its_own_rates():
     whole, half = (tensor_floor(problem, rates=rates) for rates in (Rates(8e14, 6e13, 4e12), Rates(4e14, 3e13, 2e12)))
     assert (half.pack, half.compute, half.traffic) == pytest.approx((2 * whole.pack, 2 * whole.compute, 2 * whole.traffic))
     assert whole.compute == pytest.approx(3 * problem.flops / 8e8) and str(Rates()).startswith("790 TFLOP/s of 16-bit products (263 ")
-
-
-def test_a_product_s_rate_is_that_of_its_best_round(monkeypatch, torch):
-    monkeypatch.setattr(peaks, "SIDE", 4)
-    monkeypatch.setattr(peaks, "gpu_times", lambda torch, ways, sets, effort, captured: ([ways[0](0) is None or [3e-6, 1e-6, 2e-6]], "events"))
-    assert peaks.product_rate(torch, "cpu", torch.float32) == pytest.approx(2 * 4**3 / 1e-6)
-
-
-def test_images_that_are_multiplied_as_they_lie_are_read_once():
-    problem = _layer(POINTWISE, "fp32")
-    read, written = 4 * math.prod(problem.input_shape), 4 * math.prod(problem.result_shape)
-    found = floor(problem, tensor_cores=True, packed=False)
-    assert found == Floor(0, tensor_floor(problem).compute, pytest.approx((read + written + 4 * math.prod(problem.weight_shape)) / 4.3e6))
 
 
 @pytest.mark.parametrize("words, config, expected", [
@@ -444,6 +406,8 @@ def test_markdown_has_a_table_for_every_mode():
 def test_the_summary_tells_a_mode_that_was_not_timed():
     text = report.markdown(MACHINE, [wrong()], report.summary([wrong()]), [], [])
     assert "fp32: 0 of 1 layers timed, 1 wrong." in text and "| mode |" not in text
+    assert report.summary([]) == {} and report.summary_lines({}) == []
+    assert report.summary_lines(report.summary([wrong()])) == ["fp32: 0 of 1 rows timed; 1 wrong"]
 
 
 def test_markdown_leaves_out_what_was_not_measured():
@@ -527,40 +491,6 @@ def test_what_the_host_s_path_measured_as_markdown():
 # ---- the command
 
 
-@pytest.fixture
-def command(capsys, monkeypatch):
-    """Run the command in this process: (exit status, stdout, stderr)."""
-    for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS"):  # xdist sets COLUMNS
-        monkeypatch.delenv(name, raising=False)
-
-    def run(*arguments):
-        capsys.readouterr()
-        try:
-            status = cli.main([str(a) for a in arguments])
-        except SystemExit as exit:  # argparse leaves by itself
-            status = exit.code
-        return (status, *capsys.readouterr())
-
-    return run
-
-
-@pytest.fixture
-def opencl():
-    if why_no_opencl():
-        pytest.skip(why_no_opencl())
-    return "opencl"
-
-
-@pytest.fixture
-def torch():
-    return pytest.importorskip("torch", reason="the results are judged by torch")
-
-
-@pytest.fixture
-def rich():
-    return pytest.importorskip("rich", reason="the tables are drawn by rich")
-
-
 @pytest.fixture(params=[(lambda out, i: out.flat[i] + 1e-3), (lambda out, i: np.nan)], ids=["one element off by 1e-3", "one element unwritten"])
 def wrong_kernel(opencl, request, monkeypatch):
     """Every result on OpenCL is wrong in its last element. All outputs are NaN before: such is what is never written."""
@@ -574,7 +504,7 @@ def wrong_kernel(opencl, request, monkeypatch):
     return request.param_index
 
 
-def test_info_tells_its_sections_as_text(command, rich):
+def test_info_tells_its_sections_as_text(command):
     status, out, err = command("info")
     assert (status, err) == (OK, "")
     for words in ("Versions", "numpy", "What the package uses", "default device", "cache folder", str(ROOT)):
@@ -596,7 +526,8 @@ def test_info_tells_its_sections_as_json(command):
     assert sorted(facts) == ["contexts", "cuda_missing", "gpu_count", "gpus", "opencl", "uses", "versions"]
     assert sorted(facts["contexts"]) == ["pools", "primary_active", "pycuda_current"]
     assert facts["versions"]["numpy"] == np.__version__ and len(facts["gpus"]) == facts["gpu_count"]
-    assert {"backend", "device", "why", "environment", "cache", "kernels", "launcher", "copies"} == set(facts["uses"]) and Path(facts["uses"]["kernels"]).is_dir()
+    assert {"backend", "device", "why", "environment", "cache", "kernels", "launcher", "copies"} == set(facts["uses"])
+    assert Path(facts["uses"]["kernels"]).is_dir()
 
 
 @pytest.mark.gpu
@@ -618,53 +549,42 @@ def test_info_tells_contexts_and_pools(python_env):
     assert before == {"pycuda_current": None, "primary_active": [], "pools": []}
     assert after["primary_active"] == [] and after["pycuda_current"]["kind"] == "own" and after["pycuda_current"]["id"] > 0
     (pool,) = after["pools"]
-    assert {key: pool[key] for key in ("device", "kind", "id")} == after["pycuda_current"] and pool["blocks_in_use"] >= 1 and pool["bytes_held"] >= 0
+    assert {key: pool[key] for key in ("device", "kind", "id")} == after["pycuda_current"]
+    assert pool["blocks_in_use"] >= 1 and pool["bytes_held"] >= 0
 
 
-@pytest.mark.parametrize(("found", "words"), [
-    (None, "none"), ({"device": "cuda:1", "kind": "primary", "id": None}, "the primary one of torch and CuPy, on cuda:1"),
-    ({"device": "cuda:0", "kind": "own", "id": 7}, "one of its own, number 7, on cuda:0"),
-])  # fmt: skip
-def test_info_names_a_context(found, words):
-    assert info._context(found) == words
-
-
-def test_verify_passes_and_says_so(command, device, torch, rich):
+def test_verify_passes_and_says_so(command, device):
     status, out, err = command("verify", "--cases", "notebook-single, k1s1p0", "--device", device, "--seed", 7)
     assert (status, err) == (OK, "") and "FAIL" not in out and "torch's" in out
     assert len(re.findall(r" pass *$", out, re.M)) >= 4 and "passed in" in out and "--seed 7 repeats this" in out
     assert ("GPUArray, own context" in out) == device.startswith("cuda")
 
 
-def test_verify_compares_every_dtype(command, device, torch):
-    status, out, err = command("verify", "--cases", "float16,bfloat16,float64", "--device", device, "--seed", "5", "--json")
-    assert (status, err) == (OK, "")
-    arrays = {(r["case"], r["array"]) for r in json.loads(out)["results"]}
-    assert ("bfloat16", "torch cpu") in arrays and (("bfloat16", "numpy") in arrays) == (importlib.util.find_spec("ml_dtypes") is not None)
-
-
-def test_verify_s_json_tells_every_comparison_and_a_seed_repeats_it(command, device, torch):
+def test_verify_s_json_tells_every_comparison_and_a_seed_repeats_it(command, device):
     def found():
-        status, out, err = command("verify", "--cases", "k1s1p0,notebook-single", "--device", device, "--seed", "5", "--json")
+        status, out, err = command("verify", "--cases", "k1s1p0,bfloat16", "--device", device, "--seed", "5", "--json")
         assert (status, err) == (OK, "")
         return json.loads(out)
 
     facts = found()
     assert (facts["device"], facts["seed"], facts["passed"]) == (device, 5, True)
-    assert [r["case"] for r in facts["results"] if r["array"] == "numpy"] == ["k1s1p0", "notebook-single"]
+    arrays = {(r["case"], r["array"]) for r in facts["results"]}
+    assert {("k1s1p0", "numpy"), ("bfloat16", "torch cpu")} <= arrays
+    assert (("bfloat16", "numpy") in arrays) == (importlib.util.find_spec("ml_dtypes") is not None)
     assert all(r["passed"] and 0 < r["relative_error"] <= r["relative_limit"] and r["of_bound"] <= 1 for r in facts["results"])
     assert [r["max_error"] for r in found()["results"]] == [r["max_error"] for r in facts["results"]]
 
 
-@pytest.mark.parametrize("case", verify.CASES.values(), ids=str)
-def test_a_case_s_data_fit_its_problem_and_do_not_depend_on_the_others(case):
-    x, w, b = case.data(3)
-    assert (x.shape, w.shape) == (case.problem.input_shape[-x.ndim :], case.problem.weight_shape) and (b is not None) == case.bias
-    assert all(np.array_equal(a, again) for a, again in zip((x, w), case.data(3), strict=False)) and not np.array_equal(x, case.data(4)[0])
+def test_a_case_s_data_fit_its_problem_and_do_not_depend_on_the_others():
+    for case in verify.CASES.values():
+        x, w, b = case.data(3)
+        assert (x.shape, w.shape) == (case.problem.input_shape[-x.ndim :], case.problem.weight_shape) and (b is not None) == case.bias
+        assert all(np.array_equal(a, again) for a, again in zip((x, w), case.data(3), strict=False))
+        assert not np.array_equal(x, case.data(4)[0])
 
 
 @pytest.mark.parametrize("case", [case for case in verify.CASES.values() if case.problem.border is None], ids=lambda case: case.name)
-def test_the_reference_is_torch_s_float64_convolution(case, torch):
+def test_the_reference_is_torch_s_float64_convolution(case):
     x, w, b = (None if a is None else a.astype("f8") for a in case.data(1))
     named = replace(case, dtype="float64")
     theirs = verify._by_torch(named, (x, w, b), get_device("opencl")) if not why_no_opencl() else pytest.skip(why_no_opencl())
@@ -673,7 +593,7 @@ def test_the_reference_is_torch_s_float64_convolution(case, torch):
     assert np.allclose(ours, theirs, rtol=1e-12, atol=1e-11)
 
 
-def test_verify_fails_when_a_kernel_is_wrong(command, wrong_kernel, torch, rich):
+def test_verify_fails_when_a_kernel_is_wrong(command, wrong_kernel):
     arguments = ("verify", "--cases", "k1s1p0,notebook-single", "--device", "opencl")
     status, out, _ = command(*arguments)
     assert status == FAILED and len(re.findall(r" FAIL *$", out, re.M)) == 4 and "0 of 4 passed" in out
@@ -692,7 +612,7 @@ def empty_pages(folder):
     return pages
 
 
-def test_bench_refuses_to_time_a_wrong_kernel(command, wrong_kernel, torch, rich, tmp_path):
+def test_bench_refuses_to_time_a_wrong_kernel(command, wrong_kernel, tmp_path):
     facts, (_, results) = tmp_path / "b.json", empty_pages(tmp_path)
     status, out, _ = command("bench", "--device", "opencl", "--quick", "--only", ONLY_SMALLEST, "--json", facts, "--pages", tmp_path)
     assert status == FAILED and all(f"WRONG: {problem}" in out for problem in SMALLEST)
@@ -701,7 +621,7 @@ def test_bench_refuses_to_time_a_wrong_kernel(command, wrong_kernel, torch, rich
     assert results.read_text().count("| **WRONG** | - | - | - | - | - |") == 2
 
 
-def test_bench_refuses_a_kernel_that_goes_wrong_while_it_is_timed(command, opencl, torch, rich, monkeypatch):
+def test_bench_refuses_a_kernel_that_goes_wrong_while_it_is_timed(command, opencl, monkeypatch):
     right, calls = OpenCLDevice.run_on_host_arrays, []
 
     def run(self, launch, inputs, out, workspace, stream):
@@ -714,7 +634,7 @@ def test_bench_refuses_a_kernel_that_goes_wrong_while_it_is_timed(command, openc
     assert status == FAILED and "WRONG" in out and len(calls) > 1
 
 
-def test_bench_writes_everything_it_was_asked_for(command, device, torch, rich, tmp_path):
+def test_bench_writes_everything_it_was_asked_for(command, device, tmp_path):
     pytest.importorskip("matplotlib", reason="the plots are drawn by matplotlib")
     if device != "opencl" and not torch.cuda.is_available():
         pytest.skip("this torch has no CUDA")
@@ -727,7 +647,8 @@ def test_bench_writes_everything_it_was_asked_for(command, device, torch, rich, 
     assert sorted(facts) == ["host_calls", "loop", "machine", "rows", "summary"] and facts["machine"]["seed"] == 1
     assert tuple(r["problem"] for r in facts["rows"]) == SMALLEST
     for r in facts["rows"]:
-        assert r["verdict"] == "ok" and r["ratio"] == pytest.approx(r["torch_us"] / r["ours_us"]) and 0 <= r["error"] < 1e-6 and r["of_bound"] <= 1
+        assert r["verdict"] == "ok" and r["ratio"] == pytest.approx(r["torch_us"] / r["ours_us"])
+        assert 0 <= r["error"] < 1e-6 and r["of_bound"] <= 1
         assert r["kept_ratio"] == pytest.approx(r["torch_us"] / r["kept_us"]) and r["mode"] == "fp32"
         if device == "opencl":
             assert {r[name] for name in ("floor_us", "floor_pack_us", "floor_compute_us", "floor_traffic_us", "of_floor")} == {None}
@@ -741,10 +662,11 @@ def test_bench_writes_everything_it_was_asked_for(command, device, torch, rich, 
         assert "</svg>" in image[-12:] and "torch" in image and len(image) < 100_000  # words are text, not outlines
     assert all(f"\n| {problem} | " in results.read_text() for problem in SMALLEST)
     text = results.read_text()
-    assert text.startswith(f"above\n{BEGIN}\n") and text.endswith(f"{END}\nbelow\n") and f"--only '{ONLY_SMALLEST}' --device {device} --quick`" in text
+    assert text.startswith(f"above\n{BEGIN}\n") and text.endswith(f"{END}\nbelow\n")
+    assert f"--only '{ONLY_SMALLEST}' --device {device} --quick`" in text
 
 
-def test_bench_measures_each_mode_on_its_arrays(command, device, torch, rich, tmp_path, monkeypatch):
+def test_bench_measures_each_mode_on_its_arrays(command, device, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib", reason="the plots are drawn by matplotlib")
     if device != "opencl" and not torch.cuda.is_available():
         pytest.skip("this torch has no CUDA")
@@ -769,7 +691,7 @@ def test_bench_measures_each_mode_on_its_arrays(command, device, torch, rich, tm
         assert [(r["mode"], float(r["kept_us"])) for r in csv.DictReader(file)] == [(r["mode"], r["kept_us"]) for r in facts["rows"]]
 
 
-def test_bench_refuses_to_time_a_kernel_that_is_wrong_where_the_filter_is_kept(command, opencl, torch, rich, monkeypatch):
+def test_bench_refuses_to_time_a_kernel_that_is_wrong_where_the_filter_is_kept(command, opencl, monkeypatch):
     right = pc.plan.BoundPlan.__call__
 
     def call(self, input, *, out, stream=None):
@@ -790,7 +712,7 @@ CHECKED = (
 
 @pytest.mark.parametrize("problem", CHECKED, ids=str)
 @pytest.mark.parametrize("changes", [{}, {"layout": "NHWC"}, {"dtype": "float16", "layout": "NHWC"}], ids=str)
-def test_the_truth_of_some_channels_is_that_of_the_whole(torch, monkeypatch, problem, changes):
+def test_the_truth_of_some_channels_is_that_of_the_whole(monkeypatch, problem, changes):
     problem = replace(problem, **changes)
     sets = bench.Operands(torch, problem, "cpu", 1, torch.Generator().manual_seed(1))
     x, w = sets.x[0], sets.w[0]
@@ -798,7 +720,8 @@ def test_the_truth_of_some_channels_is_that_of_the_whole(torch, monkeypatch, pro
     if problem.layout == "NHWC":
         assert x.permute(problem.order).is_contiguous() and sets.out[0].permute(problem.order).is_contiguous() and not x.is_contiguous()
     result = torch_for(problem)(x.double(), w.double()).to(x.dtype)
-    torch.testing.assert_close(bench.rival(torch, problem, [x], [w])(0), result, rtol=0, atol=0.05)  # torch's float16 on the CPU is no better
+    # torch's float16 on the CPU is no better
+    torch.testing.assert_close(bench.rival(torch, problem, [x], [w])(0), result, rtol=0, atol=0.05)
     monkeypatch.setattr(oracle, "SLICE_BYTES", 1)  # image by image
     whole = oracle.Truth(torch, problem, x, w)
     assert whole.channels == problem.result_channels and whole.errors(result).correct
@@ -814,7 +737,7 @@ def test_the_truth_of_some_channels_is_that_of_the_whole(torch, monkeypatch, pro
         assert not whole.errors(broken).correct and some.errors(broken).correct == (channel not in checked)
 
 
-def test_the_truth_of_float64_has_twice_its_precision(torch):
+def test_the_truth_of_float64_has_twice_its_precision():
     """Against fractions; a result with the errors of float64 sums is then told from one that is rounded once."""
     generator = torch.Generator().manual_seed(2)
     x, w = (torch.randn(shape, dtype=torch.float64, generator=generator) for shape in ((1, 7, 6, 5), (3, 7, 3, 3)))
@@ -829,7 +752,7 @@ def test_the_truth_of_float64_has_twice_its_precision(torch):
 
 
 @pytest.mark.parametrize("modes, words", [(("fp32",), "{0}"), (("tf32", "tf32-nhwc"), "{1}"), (("fp32", "tf32", "fp16"), "{0} in fp32, fp16 and {1} in tf32")])
-def test_the_header_says_how_cudnn_computes(torch, modes, words):
+def test_the_header_says_how_cudnn_computes(modes, words):
     found = []
     for precision in ("fp32", "tf32"):
         with bench.torch_precision(precision) as said:
@@ -837,7 +760,7 @@ def test_the_header_says_how_cudnn_computes(torch, modes, words):
     assert found[0] != found[1] and bench.arithmetic(modes) == words.format(*found)
 
 
-def test_the_python_loop_agrees_with_the_single_call(device, torch, monkeypatch):
+def test_the_python_loop_agrees_with_the_single_call(device, monkeypatch):
     if device != "opencl" and not torch.cuda.is_available():
         pytest.skip("this torch has no CUDA")
     monkeypatch.setattr(bench, "LOOP_PROBLEMS", (ConvProblem.forward(2, (1, 2, 5, 5), (3, 2, 3, 3), padding=1),))
@@ -865,7 +788,7 @@ def test_bench_without_a_gpu_says_what_to_do(command):
     (("bench", "--cold", "--device", "opencl"), "--cold needs a GPU"),
     (("bench", "--device", "opencl", "--plots", __file__), "must be a folder"), (("bench", "--device", "opencl", "--pages", "/no"), "can't be read"),
 ], ids=lambda value: " ".join(map(str, value))[-50:] if isinstance(value, tuple) else "")
-def test_what_cannot_be_done_is_told_in_one_line(command, opencl, torch, arguments, words):
+def test_what_cannot_be_done_is_told_in_one_line(command, opencl, arguments, words):
     status, out, err = command(*arguments)
     assert (status, out) == (UNUSABLE, "")
     assert err.count("\n") == 1 and err.endswith("\n") and words in err and err.startswith("pycuda-conv")
@@ -892,7 +815,7 @@ def test_a_variable_of_the_environment_is_told_in_one_line(command, monkeypatch,
         command("info")
 
 
-def test_training_lists_its_gradients_and_refuses_what_it_does_not_measure(command, torch, rich):
+def test_training_lists_its_gradients_and_refuses_what_it_does_not_measure(command):
     status, out, err = command("bench", "--training", "--list")
     assert (status, err, out.count("\n")) == (OK, "", 18) and out.count("conv2d_weight") == 6 and out.count("gradient by input") == 7
     assert command("bench", "--training", "--list", "--only", "448.*512x448")[1].count("\n") == 1
@@ -902,13 +825,8 @@ def test_training_lists_its_gradients_and_refuses_what_it_does_not_measure(comma
         assert (status, out, err.count("\n")) == (UNUSABLE, "", 1) and words in err
 
 
-def test_the_means_of_gradients():
-    rows = [training.Row("gradient by input", "p", "fp32", 1.0, 2.0), training.Row("gradient by weight", "p", "fp32", 1.0, 8.0), training.Row("gradient by weight", "q", "fp32", verdict="WRONG"), training.Row("a layer", "p", "fp32", 1.0, 100.0)]
-    assert training.means(rows) == {"fp32, gradients": pytest.approx(4), "fp32, gradients by input": pytest.approx(2), "fp32, gradients by weight": pytest.approx(8)}
-
-
 @pytest.mark.parametrize("missing, arguments", [("torch", ["bench", "--device", "opencl"]), ("rich.console", ["info"]), ("matplotlib", ["bench", "--device", "opencl", "--plots", "."])])
-def test_a_missing_package_is_told_in_one_line(command, opencl, torch, monkeypatch, missing, arguments):
+def test_a_missing_package_is_told_in_one_line(command, opencl, monkeypatch, missing, arguments):
     monkeypatch.setitem(sys.modules, missing, None)
     status, out, err = command(*arguments)
     assert (status, out, err.count("\n")) == (UNUSABLE, "", 1) and missing.partition(".")[0] in err and "pip install" in err
@@ -920,7 +838,8 @@ def test_lists_name_every_case_and_problem(command):
     status, out, err = command("bench", "--list")
     assert (status, err) == (OK, "") and [line[:60].rstrip() for line in out.splitlines()] == [bench.label(p) for p in suite.suite()]
     assert command("bench", "--list", "--only", "5x5 -> 8")[1].splitlines()[0].startswith(SMALLEST[1])
-    assert command("bench", "--list", "--device", "opencl")[1].count("\n") == 6 and command("bench", "--list", "--device", "cpu", "--only", ".")[1] == out
+    assert command("bench", "--list", "--device", "opencl")[1].count("\n") == 6
+    assert command("bench", "--list", "--device", "cpu", "--only", ".")[1] == out
     found = command("bench", "--list", "--kind", "large filters")[1].splitlines()
     assert [line[:60].rstrip() for line in found] == [bench.label(p) for p in suite.KINDS["large filters"]()]
 
@@ -928,7 +847,7 @@ def test_lists_name_every_case_and_problem(command):
 COLOUR = re.compile(r"\x1b\[(?:\d+;)*(?:3|4|9|10)[0-7]m")
 
 
-def test_colours_unless_no_color_is_set(command, wrong_kernel, torch, rich, monkeypatch):
+def test_colours_unless_no_color_is_set(command, wrong_kernel, monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     arguments = ("verify", "--cases", "notebook-single", "--device", "opencl")
     assert "\x1b" not in command(*arguments)[1]  # not a terminal
@@ -938,14 +857,6 @@ def test_colours_unless_no_color_is_set(command, wrong_kernel, torch, rich, monk
     assert not COLOUR.search(command(*arguments)[1])
     monkeypatch.delenv("FORCE_COLOR")
     assert "\x1b" not in command(*arguments)[1]
-
-
-def test_ctrl_c_ends_with_130(command, opencl, torch, rich, monkeypatch):
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(verify, "verify", interrupted)
-    assert command("verify", "--device", "opencl") == (INTERRUPTED, "", "interrupted\n")
 
 
 # ---- as processes of their own
@@ -959,7 +870,7 @@ def process(arguments, tmp_path, env):
     (("-m", "pycuda_conv", "verify", "--list"), "notebook-single"), (("verify.py", "--cases", "notebook-single", "--device", "opencl"), "2 of 2 passed"),
     (("benchmark.py", "--list"), SMALLEST[0]), (("device_info.py", "--json"), '"gpu_count"'),
 ], ids=["-m pycuda_conv", "verify.py", "benchmark.py", "device_info.py"])
-def test_it_starts_from_any_folder(start, expected, opencl, torch, rich, fast_env, tmp_path):
+def test_it_starts_from_any_folder(start, expected, opencl, fast_env, tmp_path):
     env = dict(fast_env)
     if start[0].endswith(".py"):
         if not (ROOT / "scripts").is_dir():
@@ -970,14 +881,9 @@ def test_it_starts_from_any_folder(start, expected, opencl, torch, rich, fast_en
     assert (done.returncode, done.stderr) == (OK, "") and expected in done.stdout
 
 
-def test_the_process_s_exit_status_is_the_command_s(python_env, tmp_path):
-    done = process(("-m", "pycuda_conv", "verify", "--cases", "none such"), tmp_path, python_env)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (UNUSABLE, "", 1)
-
-
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
-@pytest.mark.parametrize("arguments", [("info",), ("info", "--json"), ("verify", "--list"), ("bench", "--list")], ids=" ".join)
-def test_a_full_disk_behind_stdout_is_told_in_one_line(python_env, tmp_path, rich, arguments):
+@pytest.mark.parametrize("arguments", [("info", "--json"), ("bench", "--list")], ids=" ".join)
+def test_a_full_disk_behind_stdout_is_told_in_one_line(python_env, tmp_path, arguments):
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "pycuda_conv", *arguments], cwd=tmp_path, env=python_env, stdout=full, stderr=subprocess.PIPE, text=True, timeout=900, check=False,
@@ -986,7 +892,7 @@ def test_a_full_disk_behind_stdout_is_told_in_one_line(python_env, tmp_path, ric
 
 
 WITHOUT = """
-import sys
+import contextlib, io, json, sys
 class Block:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in {names}:
@@ -995,34 +901,43 @@ sys.meta_path.insert(0, Block())
 from pycuda_conv.runtime import driver
 driver.has_gpu = lambda: {gpu}
 from pycuda_conv.cli import main
-sys.exit(main({arguments}))
+def called(arguments):
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            status = main(arguments)
+        except SystemExit as exit:
+            status = exit.code
+    return status, out.getvalue(), err.getvalue()
+print(json.dumps([called(arguments) for arguments in {commands}]))
 """
 
 
-def without(names, arguments, tmp_path, env, gpu=False):
-    return process(("-c", WITHOUT.format(names=names, arguments=list(arguments), gpu=gpu)), tmp_path, env)
+def without(names, commands, tmp_path, env, gpu=False):
+    """Commands in one process that can't import these: for each its exit status, stdout, stderr."""
+    done = process(("-c", WITHOUT.format(names=names, commands=[list(one) for one in commands], gpu=gpu)), tmp_path, env)
+    assert (done.returncode, done.stderr) == (0, "")
+    return json.loads(done.stdout)
 
 
-def test_verify_needs_no_torch(opencl, rich, fast_env, tmp_path):
+def test_verify_needs_no_torch(opencl, fast_env, tmp_path):
     arguments = ("verify", "--device", "opencl", "--cases", "notebook-single,bfloat16,gradient-by-input", "--seed", "3")
-    done = without(("torch", "ml_dtypes"), arguments, tmp_path, fast_env)
-    assert (done.returncode, done.stderr) == (OK, "") and "2 of 2 passed" in done.stdout and "torch is not installed" in done.stdout
-    assert "left out: bfloat16; numpy has no bfloat16 without the package ml_dtypes" in done.stdout
-    found = json.loads(without(("torch",), (*arguments, "--json"), tmp_path, fast_env).stdout)
+    (status, out, err), (_, facts, _) = without(("torch", "ml_dtypes"), (arguments, (*arguments, "--json")), tmp_path, fast_env)
+    assert (status, err) == (OK, "") and "2 of 2 passed" in out and "torch is not installed" in out
+    assert "left out: bfloat16; numpy has no bfloat16 without the package ml_dtypes" in out
+    found = json.loads(facts)
     assert {r["torch_relative"] for r in found["results"]} == {None} and {r["array"] for r in found["results"]} == {"numpy"}
 
 
-@pytest.mark.parametrize("arguments", [("info",), ("bench",), ("bench", "--cold"), ("bench", "--host"), ("bench", "--training"), ("bench", "--models"), ("tune",), ("verify", "--device", "0")], ids=" ".join)
-def test_without_a_gpu_nobody_is_told_to_install_pycuda(rich, python_env, tmp_path, arguments):
-    done = without(("pycuda",), arguments, tmp_path, python_env)
-    told = done.stdout + done.stderr
-    assert "no NVIDIA GPU was found" in told and "[cuda]" not in told and "PyCUDA is not" not in told
-    assert done.returncode == (OK if arguments == ("info",) else UNUSABLE) and done.stderr.count("\n") <= 1
+def test_without_a_gpu_nobody_is_told_to_install_pycuda(python_env, tmp_path):
+    commands = [("info",), ("bench",), *(("bench", f"--{way}") for way in ("cold", "host", "training", "models")), ("tune",), ("verify", "--device", "0")]
+    for arguments, (status, out, err) in zip(commands, without(("pycuda",), commands, tmp_path, python_env), strict=True):
+        assert "no NVIDIA GPU was found" in out + err and "[cuda]" not in out + err and "PyCUDA is not" not in out + err, arguments
+        assert status == (OK if arguments == ("info",) else UNUSABLE) and err.count("\n") <= 1
 
 
 def test_with_a_gpu_the_missing_pycuda_is_named(python_env, tmp_path):
-    done = without(("pycuda",), ("tune",), tmp_path, python_env, gpu=True)
-    assert done.returncode == UNUSABLE and "pip install pycuda nvidia-cuda-nvrtc" in done.stderr
+    ((status, _, err),) = without(("pycuda",), (("tune",),), tmp_path, python_env, gpu=True)
+    assert status == UNUSABLE and "pip install pycuda nvidia-cuda-nvrtc" in err
 
 
 def test_what_the_tools_import_comes_with_the_package():

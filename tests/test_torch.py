@@ -9,17 +9,15 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from reference import channels_last
 from test_nn import close, pair, randn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
 
 import pycuda_conv as pc
+import pycuda_conv.nn as pn
 from pycuda_conv import dispatch
-
-torch = pytest.importorskip("torch", reason="torch is what is told")
-from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
-from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
-
-import pycuda_conv.nn as pn  # noqa: E402
 
 F = torch.nn.functional
 MODIFIED = "modified by an inplace operation"

@@ -8,12 +8,12 @@ import ml_dtypes  # noqa: F401  # it tells numpy of bfloat16
 import numpy as np
 import pytest
 import simt
+import torch
 
 from pycuda_conv.engines.nn import batch_norm
 from pycuda_conv.engines.nn.batch_norm import Pixels
 
 pytestmark = pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
-torch = pytest.importorskip("torch")
 F = torch.nn.functional
 
 MULTIPROCESSORS = 2

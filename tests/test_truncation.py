@@ -9,6 +9,7 @@ import subprocess
 
 import numpy as np
 import pytest
+import torch
 import truncation
 from truncation import one_product, rounded, shrinkage, three_products, three_tf32_products
 
@@ -97,7 +98,7 @@ def test_small_integers_stay_exact(depth):
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
 def test_what_the_kernels_give_back(tmp_path):
-    """The header's own text, by g++: sums that are not finite stay as they are, so do those that nothing was cut from, and others are as in the model."""
+    """The header's own text, by g++: sums that are not finite or that nothing was cut from stay, others are as in the model."""
     text = (KERNEL_DIR / "core/truncation.cuh").read_text().split('#include "core/numbers.cuh"')[1]
     (tmp_path / "lost.cpp").write_text(SHIM + text + 'extern "C" float lost(float to, float sum, float part) { return with_lost(to, sum, part); }\n')
     subprocess.run(["g++", "-shared", "-fPIC", "-o", tmp_path / "lost.so", tmp_path / "lost.cpp"], check=True)
@@ -133,7 +134,6 @@ def drawn(torch, kind: str, shape: tuple, seed: int):
 @pytest.mark.parametrize("kind, limit", [("signed", 2e-8), ("relu", 2e-8), ("sparse", 1e-7), ("positive", 1e-7)])
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
 def test_results_are_not_too_small(layer, kind, limit):
-    torch = pytest.importorskip("torch")
     precision, channels, taps, config = layer
     size = 16 if channels > 1000 and taps > 1 else 32
     x = drawn(torch, kind, (8, channels, size, size), 3)

@@ -8,15 +8,16 @@ import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import why_no_cuda, why_no_opencl
+from conftest import why_no_cuda
 from reference import fprop, started
 
 import pycuda_conv as pc
-from pycuda_conv import ConvProblem, Plan, cli, engines, explain, measure, memo, tune
+from pycuda_conv import ConvProblem, Plan, engines, explain, measure, memo, tune
 from pycuda_conv.engines import calibration
 from pycuda_conv.engines.base import GONE
 from pycuda_conv.engines.compose.via_nhwc import ViaNhwc
@@ -61,11 +62,9 @@ def fake(**others):
 
 
 @pytest.fixture
-def named(monkeypatch):
+def named(monkeypatch, opencl):
     """PoCL's device under a GPU's name, so that tables tell of it."""
-    if why_no_opencl():
-        pytest.skip(why_no_opencl())
-    device = get_device("opencl")
+    device = get_device(opencl)
     monkeypatch.setattr(device, "model", GPU)
     return device
 
@@ -186,10 +185,6 @@ def test_every_field_of_a_configuration_has_a_default():
         assert tune._parsed(entry(config=f'{{"{cls.__name__}": {{}}}}')) == {(GPU, "p"): Choice(cls(), 1.5)}
 
 
-def test_the_entry_that_the_others_spoil_is_right():
-    assert tune._parsed(entry()) == {(GPU, "p"): Choice(Single(64), 1.5)}
-
-
 @pytest.mark.parametrize("obstacle", ["the folder is a file", "the table is a folder", "no locks"])
 def test_what_cannot_be_written_is_kept_in_memory_with_a_warning(folder, monkeypatch, obstacle):
     cache = folder / "cache"
@@ -274,13 +269,6 @@ for i in range(25):
     assert {p: c.us for (_, p), c in Table(path).read().items()} == {f"{name} {i}": i + 1 for name in "abc" for i in range(25)}
 
 
-def test_threads_that_add_at_the_same_time(folder):
-    table = Table(folder / "t.json")
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda i: table.add(GPU, str(i), Choice(ODD, i + 1)), range(40)))
-    assert len(Table(table.path).read()) == 40 == len(table._choices)
-
-
 def test_a_choice_that_another_process_added_is_kept_and_one_that_was_taken_out_stays_out(folder):
     table, other = Table(folder / "t.json"), Table(folder / "t.json")
     table.add(GPU, "mine", Choice(ODD, 1))
@@ -300,10 +288,6 @@ H200 = fake(model="NVIDIA H200")
 SHIPPED_TABLES = sorted((tune.SHIPPED).glob("*.json"))
 
 
-def test_there_is_a_shipped_table():
-    assert "nvidia_h200.json" in [path.name for path in SHIPPED_TABLES]
-
-
 @pytest.mark.parametrize("path", SHIPPED_TABLES, ids=lambda path: path.name)
 def test_a_shipped_table_holds_what_the_kernels_can_run(path):
     with warnings.catch_warnings():
@@ -313,7 +297,8 @@ def test_a_shipped_table_holds_what_the_kernels_can_run(path):
     known = {tune.key(problem): problem for problem, *_ in calibrate.from_json(timed)}
     assert path.read_text() == tune._text(found)
     of_benchmark = {tune.key(in_mode(problem, mode)) for mode in MODES for problem in suite()}
-    assert len(found) > 100 and not of_benchmark & {name for _, name in found}  # drawn problems: a table of its own would flatter the benchmark
+    # drawn problems: a table of its own would flatter the benchmark
+    assert len(found) > 100 and not of_benchmark & {name for _, name in found}
     for (gpu, name), choice in found.items():
         assert tune.shipped_table(gpu).path.name == path.name
         if gpu == H200.model:
@@ -363,12 +348,6 @@ def test_a_choice_that_is_no_longer_legal_is_passed_over(folder, config, recwarn
     write(folder / "shipped" / "nvidia_imaginary.json", {(GPU, tune.key(PROBLEM)): Choice(ODD, 2)})
     tune._tables.clear()
     assert tune.lookup(PROBLEM, fake()) == Choice(ODD, 2) and not recwarn.list
-
-
-def test_a_choice_for_another_kind_of_gpu_is_passed_over():
-    tune.user_table().add(GPU, tune.key(PROBLEM), Choice(ImplicitGemm(64, 128, 3), 2))
-    assert engines.refusal(PROBLEM, ImplicitGemm(64, 128, 3), fake()) is None
-    assert tune.lookup(PROBLEM, fake()) is not None and tune.lookup(PROBLEM, fake(capability=(8, 0))) is None
 
 
 def test_what_another_thread_plans_while_a_choice_is_stored_is_forgotten(named, monkeypatch):
@@ -431,7 +410,7 @@ def test_an_untuned_problem_is_measured_once_and_the_best_is_kept(measured):
 
 
 def test_threads_that_ask_at_the_same_time_measure_once(measured):
-    barrier = threading.Barrier(6)
+    barrier = threading.Barrier(6, timeout=300)
 
     def ask(_):
         barrier.wait()
@@ -465,9 +444,7 @@ def test_a_problem_without_work_is_not_measured(measured):
     assert not measured
 
 
-def test_on_opencl_nothing_is_measured(measured, folder):
-    if why_no_opencl():
-        pytest.skip(why_no_opencl())
+def test_on_opencl_nothing_is_measured(measured, folder, opencl):
     arrays = CASE.integers("float32")
     plan = Plan(PROBLEM, "opencl", tune=True)
     assert plan.tuned is None and plan.config == engines.choose(PROBLEM, plan.device)
@@ -502,7 +479,7 @@ def test_a_given_configuration_is_not_tuned():
         Plan(PROBLEM, "opencl", config=ODD, tune=True)
 
 
-@pytest.mark.parametrize("problem", core(), ids=str)
+@pytest.mark.parametrize("problem", core()[::2], ids=str)
 @pytest.mark.parametrize("precision", ["fp32", "tf32"])
 def test_candidates_are_legal_begin_with_the_planner_s_own_and_hold_a_direct_one(problem, precision):
     problem = replace(problem, precision=precision)
@@ -546,19 +523,13 @@ def told(plan, **options) -> dict[str, str]:
 def test_a_plan_tells_what_it_launches_and_why(named):
     found = told(Plan(PROBLEM, named))
     assert found["where"] == f"opencl, {GPU}" and found["work"].startswith("1.73e-05 GFLOP, 0.00") and "rule" in found["because"]
-    assert found["direct_batched"] == f"cu/direct/batched.cu {Plan(PROBLEM, named).schedule.whole[0][0].grid} 128" and "measured" not in found
+    assert found["direct_batched"] == f"cu/direct/batched.cu {Plan(PROBLEM, named).schedule.whole[0][0].grid} 128"
+    assert "measured" not in found
     assert told(Plan(PROBLEM, named, config=ODD))["because"] == "the caller gave it"
     tune.store(PROBLEM, named, Choice(ODD, 4.5))
     found = told(Plan(PROBLEM, named))
     assert found["chosen"] == str(ODD) and found["because"] == f"tuned: the fastest measured on {GPU}"
     assert found["measured"].startswith("4.5 us: ") and found["measured"].endswith(", when it was tuned")
-
-
-def test_a_plan_tells_on_which_gpu_its_choice_was_measured(named, monkeypatch):
-    monkeypatch.setattr("pycuda_conv.plan.lookup", lambda *_: Choice(ODD, 4.5, "NVIDIA H200"))
-    memo.forget_plans()
-    found = told(Plan(PROBLEM, named))
-    assert found["because"] == "tuned: the fastest measured on NVIDIA H200" and found["measured"].endswith(", when it was tuned on NVIDIA H200")
 
 
 def test_a_plan_measures_itself_when_it_is_asked_to(device):
@@ -615,20 +586,9 @@ def test_a_tuned_plan_shows_both_times():
 
 
 @pytest.fixture
-def command(capsys, monkeypatch):
-    """Run the command in this process: (exit status, stdout, stderr)."""
-    pytest.importorskip("rich", reason="the tables are drawn by rich")
-    monkeypatch.delenv("COLUMNS", raising=False)
-
-    def run(*arguments):
-        capsys.readouterr()
-        try:
-            status = cli.main(["tune", *map(str, arguments)])
-        except SystemExit as exit:
-            status = exit.code
-        return (status, *capsys.readouterr())
-
-    return run
+def tune_command(command):
+    """`pycuda-conv tune`."""
+    return partial(command, "tune")
 
 
 @pytest.fixture
@@ -645,74 +605,72 @@ def imaginary(monkeypatch, measured):
     (("--precision", "int4"), "int4"), (("--dtype", "int8"), "int8"), (("--layout", "CHWN"), "CHWN"), (("--device", "tpu"), "'tpu'"), (("--device", "opencl"), "only GPUs"),
     (("--list", "--match", "conv9d"), "conv9d"),
 ], ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else "")
-def test_what_cannot_be_done_is_told_in_one_line(command, arguments, words):
-    if why_no_opencl():
-        pytest.skip(why_no_opencl())
-    status, out, err = command(*arguments)
+def test_what_cannot_be_done_is_told_in_one_line(tune_command, opencl, arguments, words):
+    status, out, err = tune_command(*arguments)
     assert (status, out, err.count("\n")) == (UNUSABLE, "", 1) and words in err and err.startswith("pycuda-conv tune: ")
 
 
 @pytest.mark.parametrize("output, words", [("/", "can't be written"), ("/no/such/folder/t.json", "can't be written"), (__file__, "is not a table of tuned choices")])
-def test_an_output_that_cannot_be_written_is_refused_before_anything_is_measured(command, imaginary, output, words):
-    status, out, err = command("--output", output)
+def test_an_output_that_cannot_be_written_is_refused_before_anything_is_measured(tune_command, imaginary, output, words):
+    status, out, err = tune_command("--output", output)
     assert (status, out, err.count("\n")) == (UNUSABLE, "", 1) and words in err and output in err and not imaginary
 
 
 BENCHED = list(dict.fromkeys(core() + gradients()))  # in NCHW float32
 
 
-def test_without_a_gpu_it_says_so(command):
+def test_without_a_gpu_it_says_so(tune_command):
     if why_no_cuda() is None:
         pytest.skip("there is a GPU")
-    status, out, err = command()
+    status, out, err = tune_command()
     assert (status, out, err.count("\n")) == (UNUSABLE, "", 1) and "this needs a GPU, but " in err
 
 
-def test_the_list_tells_every_problem_in_every_form(command):
-    assert command("--list")[1].splitlines() == [str(problem) for problem in BENCHED]
-    every = command("--list", "--dtype", "all", "--precision", "both", "--layout", "both")[1].splitlines()
+def test_the_list_tells_every_problem_in_every_form(tune_command):
+    assert tune_command("--list")[1].splitlines() == [str(problem) for problem in BENCHED]
+    every = tune_command("--list", "--dtype", "all", "--precision", "both", "--layout", "both")[1].splitlines()
     assert len(every) == len(set(every)) == len(core()) * 2 * 5 + (len(BENCHED) - len(core())) * 2
-    assert command("--list", "--precision", "tf32", "--dtype", "float16", "--match", "1x1x5x5")[1] == "conv2d 1x1x5x5 -> 1x3x3 k3x3 s1 p0 float16\n"
+    assert tune_command("--list", "--precision", "tf32", "--dtype", "float16", "--match", "1x1x5x5")[1] == "conv2d 1x1x5x5 -> 1x3x3 k3x3 s1 p0 float16\n"
 
 
-def test_the_table_shows_what_was_gained_and_nothing_is_measured_twice(command, imaginary):
+def test_the_table_shows_what_was_gained_and_nothing_is_measured_twice(tune_command, imaginary):
     arguments = ("--match", "x5x5 ->")
-    status, out, err = command(*arguments)
+    status, out, err = tune_command(*arguments)
     assert status == OK and "geometric mean of the gain: 1.500" in out and str(tune.user_table().path) in out
     for problem in imaginary:
         (line,) = (line.strip() for line in out.splitlines() if line.strip().startswith(str(problem)))
         assert line.removeprefix(str(problem)).split() == ["15.00", *str(ODD).split(), "10.00", "1.50"]
         assert tune.user_table().get(GPU, tune.key(problem)) == Choice(ODD, 10.0)
     assert len(imaginary) == 2 and err.count("\n") == 2 and err.startswith("[1/2] conv2d 1x1x5x5")
-    status, out, err = command(*arguments)
+    status, out, err = tune_command(*arguments)
     assert (status, err, len(imaginary)) == (OK, "", 2) and "2 problems were measured before; --all measures them again" in out
-    assert command(*arguments, "--all")[0] == OK and len(imaginary) == 4
+    assert tune_command(*arguments, "--all")[0] == OK and len(imaginary) == 4
 
 
-def test_an_output_is_written_instead_of_the_user_s_table(command, imaginary, folder):
+def test_an_output_is_written_instead_of_the_user_s_table(tune_command, imaginary, folder):
     path = folder / "out.json"
     write(path, {("other", "p"): Choice(ODD, 3)})
     tune.store(core()[16], fake(), Choice(ODD, 3))  # what the user knows says nothing of the new table
-    assert command("--match", "1x1x5x5", "--output", path)[0] == OK and imaginary == [core()[16]]
+    assert tune_command("--match", "1x1x5x5", "--output", path)[0] == OK and imaginary == [core()[16]]
     assert set(Table(path).read()) == {("other", "p"), (GPU, tune.key(core()[16]))}
     assert sorted(p.name for p in folder.glob("*.json*")) == ["out.json"] and tune.user_table().get(GPU, tune.key(core()[16])).us == 3
 
 
-def test_wrong_results_and_missing_memory_have_their_lines(command, imaginary, monkeypatch):
+def test_wrong_results_and_missing_memory_have_their_lines(tune_command, imaginary, monkeypatch):
     def trials(problem, *_):
         raise measure.WrongResultError("a and b differ") if problem.N == 1 else pc.DeviceMemoryError("no")
 
     monkeypatch.setattr(tool, "trials", trials)
-    status, out, err = command("--match", "x5x5 ->")
+    status, out, err = tune_command("--match", "x5x5 ->")
     assert status == FAILED and "WRONG: a and b differ" in err and " WRONG " in out and " no memory " in out and "gain: -" in out
 
 
-def test_the_limit_leaves_what_would_begin_too_late(command, measured, monkeypatch):
+def test_the_limit_leaves_what_would_begin_too_late(tune_command, measured, monkeypatch):
     monkeypatch.setattr(tool, "_device", lambda settings: fake())
     monkeypatch.setattr(measure.Compiler, "start", lambda self, problem: None)
     now = iter(range(0, 10_000, 10))
     monkeypatch.setattr(tool, "time", SimpleNamespace(perf_counter=lambda: next(now)))
-    status, out, _ = command("--limit", 35)  # begun at 0, asked at 10, 20, 30, 40
+    status, out, _ = tune_command("--limit", 35)  # begun at 0, asked at 10, 20, 30, 40
     assert status == OK and len(measured) == 3 and f"{len(BENCHED) - 3} problems were left when the time limit was reached" in out
 
 
@@ -776,18 +734,6 @@ def test_a_wrong_configuration_is_found(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_calls_tune_and_follow(torch):
-    case = SMALL
-    x, w, b = (torch.from_numpy(a).cuda() for a in case.integers("float32"))
-    y = pc.conv2d(x, w, b, padding=1, tune=True)
-    assert np.array_equal(y.cpu().numpy(), case.reference(*case.integers("float32")))
-    stored = Table(tune.user_table().path).read()
-    assert list(stored) == [(get_device("cuda").model, tune.key(case.problem()))]
-    assert cached_plan(case.problem(), get_device("cuda")).tuned == next(iter(stored.values()))
-    assert torch.equal(pc.conv2d(x, w, b, padding=1), y)
-
-
-@pytest.mark.gpu
 def test_a_captured_stream_is_not_disturbed(torch):
     x, w = (torch.from_numpy(a).cuda() for a in SMALL.integers("float32")[:2])
     pc.conv2d(x, w, padding=1)
@@ -811,14 +757,15 @@ def test_describe_tells_what_the_compiler_said():
     for stage in plan.schedule.whole:
         for step in stage:
             found = plan.device.describe(step)
-            assert 8 <= found["registers"] <= 255 and found["local"] >= 0 and 0 < found["occupancy"] <= 1 and step.shared <= found["shared"] <= 228 * 1024
+            assert 8 <= found["registers"] <= 255 and found["local"] >= 0
+            assert 0 < found["occupancy"] <= 1 and step.shared <= found["shared"] <= 228 * 1024
     text = plan.explain(measure=True)
     assert "occupancy" in text and ", now" in text and plan.device.model in text
 
 
 @pytest.mark.gpu
-def test_the_command_tunes_and_the_calls_follow(command):
-    status, out, _ = command("--match", "2x4x5x5")
+def test_the_command_tunes_and_the_calls_follow(tune_command):
+    status, out, _ = tune_command("--match", "2x4x5x5")
     assert status == OK and "geometric mean of the gain" in out
     (problem,) = (p for p in core() if "2x4x5x5" in str(p))
     assert Plan(problem, "cuda").tuned is not None

@@ -127,7 +127,6 @@ def test_numpy_arrays_give_numpy_arrays(python, tmp_path, request):
 
 
 def test_tensors_give_tensors(python, tmp_path, request):
-    pytest.importorskip("torch")
     check(python, TORCH, tmp_path, request.config.cache.mkdir("mypy"))
 
 

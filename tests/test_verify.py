@@ -46,7 +46,8 @@ def test_every_engine_of_the_device_has_cases(name):
     kinds = {(case.problem.dtype, case.problem.precision) for case in cases}
     assert kinds >= {("float32", "fp32"), ("float16", "fp32"), ("bfloat16", "fp32"), ("float64", "fp32")}
     assert name == "opencl" or ("float32", "tf32") in kinds
-    assert {case.problem.layout for case in cases} == {"NCHW", "NHWC"} and {case.problem.direction for case in cases} == {"fprop", "dgrad", "wgrad"}
+    assert {case.problem.layout for case in cases} == {"NCHW", "NHWC"}
+    assert {case.problem.direction for case in cases} == {"fprop", "dgrad", "wgrad"}
     assert sum(case.chosen for case in cases) > len(cases) / 3
     for engine in tried:
         assert {case.distribution for case in cases if case.engine == engine} == set(DISTRIBUTIONS)
@@ -169,7 +170,7 @@ def test_all_kernels_are_compiled_before_the_first_case(monkeypatch):
 
 
 def test_the_table_of_errors_is_made_of_the_report():
-    """One row for each engine and arithmetic; the largest error of several problems; clearly larger ones are bold; transforms are left out."""
+    """A row an engine and arithmetic; the largest error of several problems; clearly larger ones are bold; no transforms."""
     results = [
         asdict(replace(judged(factor), case=f"e fp32{asked} fprop, {numbers}", engine=engine, arithmetic="fp32", numbers=numbers))
         for engine, numbers, factor, asked in (

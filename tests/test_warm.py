@@ -297,7 +297,8 @@ def opencl(monkeypatch, tmp_path, fast_env):
         if name in fast_env:
             monkeypatch.setenv(name, fast_env[name])
     monkeypatch.setenv("PYCUDA_CONV_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(opencl_module, "OPTIONS", [option for option in opencl_module.OPTIONS if option != "-cl-opt-disable"])  # as the others have them
+    # as the others have them
+    monkeypatch.setattr(opencl_module, "OPTIONS", [option for option in opencl_module.OPTIONS if option != "-cl-opt-disable"])
     device = get_device("opencl")
     for name in ("_kept", "_compiled", "_coming", "_kernels", "_programs"):
         monkeypatch.setattr(device, name, type(getattr(device, name))())

@@ -4,6 +4,7 @@ import re
 
 import numpy as np
 import pytest
+import torch
 from reference import assert_close
 
 import pycuda_conv as pc
@@ -131,7 +132,6 @@ def test_arrays_on_a_gpu(kind):
 
 @pytest.mark.parametrize("ndim", [1, 2, 3])
 def test_tensors_have_gradients(where, ndim):
-    torch = pytest.importorskip("torch")
     x, w = (torch.tensor(a, device=where, requires_grad=True) for a in drawn(ndim, np.float64))
     theirs = getattr(torch.nn.functional, f"conv{ndim}d")(x[None, None], w[None, None], padding=1)[0, 0]
     expected = torch.autograd.grad(theirs.square().sum(), (x, w))
@@ -145,7 +145,6 @@ def test_tensors_have_gradients(where, ndim):
 
 
 def test_autocast_and_transforms(where):
-    torch = pytest.importorskip("torch")
     x, w = (torch.tensor(a, device=where, requires_grad=True) for a in drawn(2))
     for _ in range(3):
         with torch.autocast(where, torch.bfloat16):

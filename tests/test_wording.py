@@ -4,7 +4,6 @@ import re
 
 import numpy as np
 import pytest
-from conftest import why_no_opencl
 
 from pycuda_conv import cli
 from pycuda_conv.tools import verify
@@ -43,9 +42,7 @@ def test_the_command_names_the_word_that_was_meant(arguments, meant, capsys):
     ((20, 30), (3, 3)), ((4, 20, 30), (3, 3)), ((2, 3, 4, 20, 30), (3, 3)), ((9, 20, 30), (3, 3, 3)), ((20, 30), (1, 1, 3, 3)), ((30,), (3,)),
     ((2, 20, 30), "blur"),
 ], ids=str)
-def test_axes_are_named_where_they_make_a_call_work(image, filter, tmp_path, monkeypatch, capsys):
-    if why_no_opencl():
-        pytest.skip(why_no_opencl())
+def test_axes_are_named_where_they_make_a_call_work(image, filter, tmp_path, monkeypatch, capsys, opencl):
     pytest.importorskip("dask.array")
     monkeypatch.chdir(tmp_path)
     x = np.random.default_rng().standard_normal(image, dtype=np.float32)
@@ -60,9 +57,7 @@ def test_axes_are_named_where_they_make_a_call_work(image, filter, tmp_path, mon
     assert np.load("y.npy").ndim == x.ndim
 
 
-def test_verify_names_its_oracle_where_torch_is_missing(monkeypatch, capsys):
-    if why_no_opencl():
-        pytest.skip(why_no_opencl())
+def test_verify_names_its_oracle_where_torch_is_missing(monkeypatch, capsys, opencl):
     find = verify._importable
     for there in (True, False):
         monkeypatch.setattr(verify, "_importable", lambda name, there=there: find(name) if there or name != "torch" else None)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from reference import started
 
 import pycuda_conv as pc
@@ -80,7 +81,6 @@ def test_a_child_forked_before_the_first_call_uses_the_device(script):
 
 def test_workers_of_a_data_loader(script):
     """Forked ones are refused with what to do; those do it."""
-    pytest.importorskip("torch")
     code = """
     import torch
 
@@ -135,7 +135,6 @@ def arrays_of(kind, device):
         with get_device(device):
             return [gpuarray.to_gpu(a) for a in arrays]
     if kind != "numpy":
-        torch = pytest.importorskip("torch")
         return [torch.from_numpy(a).to(kind.removeprefix("torch ")) for a in arrays]
     return arrays
 

@@ -11,22 +11,11 @@ from functools import lru_cache
 from itertools import groupby
 
 from pycuda_conv import borders
-from pycuda_conv.engines.geometry import (
-    arguments,
-    by_axis,
-    ceil,
-    filter_last_strides,
-    filter_strides,
-    finish,
-    near_sides,
-    needs_64_bits,
-    read_strides,
-    written_strides,
-)
+from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_last_strides, filter_strides, near_sides, needs_64_bits
 from pycuda_conv.engines.schedule import INPUT, OPERANDS, RESULT, WEIGHT, grid_refusal
 from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.tensor_cores import ELEMENTS, products
-from pycuda_conv.engines.variants import FLAG, Defines, VariantSet
+from pycuda_conv.engines.tensor_cores import ELEMENTS, is_multiplied, products
+from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
@@ -98,14 +87,22 @@ def results(problem: ConvProblem) -> int:
     return math.prod(problem.result_size) - plain
 
 
-def work(problem: ConvProblem) -> float:
-    """What the launch takes: elements that it changes, each as many times as it has summands, and some more for its place."""
-    if problem.layout in OF_FILTER:
-        rows, columns = (2 * sum(pair) for pair in zip(problem.padding_before[1:], problem.padding_after[1:], strict=True))
-        outside = rows * problem.filter_size[2] * problem.output_size[2] + columns * problem.filter_size[1] * problem.output_size[1]
-        return 4.0 * outside * problem.C * problem.N * (problem.K // problem.groups)
-    taps = math.prod(problem.filter_size) ** (0.5 if problem.direction == "dgrad" else 1)
-    return results(problem) * problem.N * problem.result_channels * (8 + problem.operand_channels // problem.groups * taps)
+def columns(problem: ConvProblem) -> int:
+    """Results of an image in rims along w alone: in planes each lies in a line of memory of its own."""
+    *others, (w, of_w) = zip(problem.result_size, runs(problem), strict=True)
+    return sum(count for _, count in of_w) * math.prod(n - sum(count for _, count in axis) for n, axis in others) if w else 0
+
+
+def summands_of_filter(problem: ConvProblem) -> int:
+    """Products that the launch for a gradient by the filter, as it is launched, adds."""
+    rows, columns = (sum(pair) for pair in zip(problem.padding_before[1:], problem.padding_after[1:], strict=True))
+    outside = rows * problem.filter_size[2] * problem.output_size[2] + columns * problem.filter_size[1] * problem.output_size[1]
+    return outside * problem.C * problem.N * (problem.K // problem.groups)
+
+
+def product_blocks(problem: ConvProblem) -> int:
+    """Blocks of the launch on tensor cores."""
+    return ceil(results(problem) * problem.N, RESULTS) * ceil(problem.result_channels // problem.groups, CHANNELS) * problem.groups
 
 
 def _threads(problem: ConvProblem) -> tuple[int, int, int]:
@@ -127,7 +124,7 @@ def launch(problem: ConvProblem, device: Device, filter_last: bool = False) -> K
     if problem.layout in OF_FILTER:
         return _of_filter(problem, filter_last)
     (size, chunks, outer), tiles = _threads(problem), ceil(results(problem) * problem.N, RESULTS)
-    x, y, (_, w_made, w_read), w_tap = read_strides(problem), written_strides(problem), filter_strides(problem), 1
+    (_, w_made, w_read), w_tap = filter_strides(problem), 1
     if filter_last:
         w_made, w_read, w_tap = filter_last_strides(problem)
     made, read = problem.result_channels // problem.groups, problem.operand_channels // problem.groups
@@ -137,17 +134,15 @@ def launch(problem: ConvProblem, device: Device, filter_last: bool = False) -> K
     parts = [[*axis, (n, 0), (n, 0)][:2] for n, axis in zip(problem.result_size, runs(problem), strict=True)]
     rim = [sum(count for _, count in axis) for axis in parts]
     args = arguments(
-        RimsArguments, size=size, rims=results(problem), outer=outer, images=problem.N, tiles=tiles, channels=problem.result_channels,
-        chunks=chunks, made=made, read=read, y_image=y.image, y_channel=y.channel, y_pixel=y.pixel, x_image=x.image, x_channel=x.channel,
-        x_pixel=x.pixel, w_read=w_read, w_made=w_made, w_tap=w_tap, **by_axis("y_", problem.result_size),
-        **by_axis("x_", problem.operand_size), **by_axis("", problem.filter_size, "trs"), **by_axis("before_", before),
-        **by_axis("after_", after), **(near_sides(problem) or {}), **by_axis("shift_", shift), **by_axis("stride_", problem.stride),
-        **by_axis("dilation_", problem.dilation), **by_axis("low_", [low for (low, _), _ in parts]),
+        RimsArguments, problem, size=size, rims=results(problem), outer=outer, images=problem.N, tiles=tiles,
+        channels=problem.result_channels, chunks=chunks, made=made, read=read, w_read=w_read, w_made=w_made, w_tap=w_tap,
+        **by_axis("y_", problem.result_size), **by_axis("x_", problem.operand_size), **by_axis("before_", before),
+        **by_axis("after_", after), **by_axis("shift_", shift), **by_axis("low_", [low for (low, _), _ in parts]),
         **by_axis("lows_", [count for (_, count), _ in parts]), **by_axis("high_", [high for _, (high, _) in parts]),
-        **by_axis("rim_", rim), **by_axis("plain_", [n - own for n, own in zip(problem.result_size, rim, strict=True)]), **finish(problem),
+        **by_axis("rim_", rim), **by_axis("plain_", [n - own for n, own in zip(problem.result_size, rim, strict=True)]),
     )  # fmt: skip
     if on_tensor_cores(problem, device):
-        blocks = tiles * ceil(made, CHANNELS) * problem.groups
+        blocks = product_blocks(problem)
         wide = problem.layout == "NHWC" and read * problem.itemsize % 16 == 0
         texts = {"TYPE": ELEMENTS[problem.dtype], "PRODUCTS": products(problem), "WIDE_LOADS": int(wide), "GRADIENT": gradient}
         return KernelLaunch("rims_product", texts, blocks, THREADS, OPERANDS, (), arguments=args)
@@ -179,19 +174,15 @@ def _of_filter(problem: ConvProblem, filter_last: bool) -> KernelLaunch:
     return KernelLaunch("border_rims_filter", defines, blocks_k * c * taps, threads, buffers, (), "rims_filter", arguments=args)
 
 
-def _goes(defines: Defines) -> bool:
-    vector = {code: VECTORS[dtype] for dtype, code in DTYPE_CODES.items()}[defines["DTYPE"]]
-    return defines["VECTOR"] in ((1, vector) if defines["NHWC"] else (1,))
-
-
 def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each type, layout and direction."""
-    choices = {
-        "DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "THREADS": (THREADS,), "NHWC": FLAG, "VECTOR": (1, 4, 8), "GRADIENT": FLAG,
-    }
-    yield VariantSet("rims", choices, _goes)
-    choices = {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "THREADS": (256, 1024), "LANES": (1, 8)}
-    yield VariantSet("rims_filter", choices, lambda defines: (defines["LANES"], defines["THREADS"]) in OF_FILTER.values())
+    for dtype, vector in VECTORS.items():
+        choices = {"DTYPE": (DTYPE_CODES[dtype],), "INDEX_64": FLAG, "THREADS": (THREADS,), "GRADIENT": FLAG}
+        yield VariantSet("rims", choices | {"NHWC": (1,), "VECTOR": (1, vector)[: 1 + (vector > 1)]})
+        yield VariantSet("rims", choices | {"NHWC": (0,), "VECTOR": (1,)})
+    for lanes, threads in OF_FILTER.values():
+        choices = {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "THREADS": (threads,), "LANES": (lanes,)}
+        yield VariantSet("rims_filter", choices)
     if device.backend == "cuda" and device.capability >= (8, 0):
         choices = {"TYPE": (16, 17, 32), "PRODUCTS": (1, 3), "WIDE_LOADS": FLAG, "GRADIENT": FLAG}
-        yield VariantSet("rims_product", choices, lambda defines: defines["PRODUCTS"] == 1 or defines["TYPE"] == 32)
+        yield VariantSet("rims_product", choices, is_multiplied)
