@@ -401,6 +401,34 @@ def bordered(problem, rims, device):
     return config if engines.refusal(problem, config, get_device(device)) is None else None
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_rims_of_a_gradient_by_the_filter(device, seed):
+    """Both layouts, groups of few channels, strides, dilations, and blocks with channels that are not there."""
+    rng = np.random.default_rng(700 + seed)
+    near = [mode for mode in borders.MODES if mode != "constant"]
+    while True:
+        groups, k = int(rng.integers(1, 6)) * (4 if seed % 4 else 1), int(rng.integers(1, 4))
+        c = 1 if seed % 2 else int(rng.integers(1, 4))  # with channels last other engines take one
+        taps, size, pads = rng.integers(1, 5, 2), rng.integers(3, 14, 2), tuple((int(a), int(b)) for a, b in rng.integers(0, 4, (2, 2)))
+        modes = tuple((str(a), str(b)) for a, b in rng.choice(near, (2, 2)))
+        options = {"stride": tuple(map(int, rng.integers(1, 3, 2))), "dilation": tuple(map(int, rng.integers(1, 3, 2))), "groups": groups}
+        if any(n + sum(pair) <= d * (t - 1) for n, pair, d, t in zip(size, pads, options["dilation"], taps, strict=True)):
+            continue
+        dtype, layout = str(rng.choice(["float32", "float64", "float16"])), ("NCHW", "NHWC")[seed % 2]
+        x_shape, w_shape = (int(rng.integers(1, 6)), groups * c, *map(int, size)), (groups * k, c, *map(int, taps))
+        given = {"padding": pads, "padding_mode": modes, "dtype": dtype, "layout": layout, **options}
+        y_shape = ConvProblem.forward(2, x_shape, w_shape, **given).result_shape
+        problem = ConvProblem.gradient("weight", 2, x_shape, w_shape, y_shape, **given)
+        inner = engines.find(replace(problem, border=None), get_device(device))
+        config = engines.Rims(str(inner))
+        if problem.border is not None and inner is not None and engines.refusal(problem, config, get_device(device)) is None:
+            break
+    x, dy, drawn = rng.integers(-2, 3, x_shape).astype(dtype), rng.integers(-2, 3, y_shape).astype(dtype), Drawn(0)
+    drawn.ndim, drawn.pads, drawn.modes, drawn.value, drawn.options = 2, pads, modes, 0.0, options
+    _, expected = drawn.by_torch(x.astype(np.float64), np.zeros(w_shape), dy.astype(np.float64))
+    np.testing.assert_array_equal(Plan(problem, device, config=config)(x, dy).astype(np.float64), expected)
+
+
 @pytest.mark.parametrize("seed", range(24))
 def test_rims_of_a_convolution_among_zeros(device, seed):
     """Both layouts and directions, any rank, borders that differ from side to side, groups, strides, dilations, and what finishes a sum."""

@@ -67,7 +67,7 @@ def test_every_engine_has_cases():
 
 
 #: Engines whose tests are no data: a case has no border, and no image that is sampled more densely.
-ELSEWHERE = {"bordered": "test_borders.py", "upsampled": "test_upsampling.py"}
+ELSEWHERE = {"bordered": "test_borders.py", "rims": "test_borders.py", "upsampled": "test_upsampling.py"}
 
 
 # ---- on the simulated machine

@@ -80,18 +80,23 @@ static __device__ __noinline__ float recompute_fp32(const RimsArguments& arg, co
 }
 #endif
 
-// A word of neighbours in gemm k: `count` of them are there, `apart` elements from one to the next.
-DEVICE uint32_t load_channels(const data_t* from, long long apart, int count) {
+// Neighbours in gemm k that make a word, as they are loaded: at once, wherever they are, so that no load waits for another. `word` has zeros for those
+// that are not there.
+struct Loaded {
+  data_t v[IN_WORD];
+  DEVICE void load(const data_t* from, long long apart, int count, const data_t* anywhere) {
+#pragma unroll
+    for (int i = 0; i < IN_WORD; ++i) v[i] = *(i < count ? from + i * apart : anywhere);
+  }
+  DEVICE uint32_t word(int count) const {
 #if TYPE == 32
-  const float v = count > 0 ? *from : 0.f;
-  return PRODUCTS == 1 ? to_tf32(v) : __float_as_uint(v);
+    const float one = count > 0 ? v[0] : 0.f;
+    return PRODUCTS == 1 ? to_tf32(one) : __float_as_uint(one);
 #else
-  data_t v[2] = {};
-  if (count > 0) v[0] = from[0];
-  if (count > 1) v[1] = from[apart];
-  return word_of(v[0], v[1]);
+    return count > 1 ? word_of(v[0], v[1]) : count > 0 ? v[0].bits : 0;
 #endif
-}
+  }
+};
 
 struct Sums {
   float of[2][2][4];  // sixteens of pixels, eights of channels
@@ -169,43 +174,54 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
   const data_t* const image = x + rim.image * arg.x_image + first_read * arg.x_channel;
 #endif
   const int word0 = thread / PIXELS;  // of 4 words that are loaded at a time
-  uint32_t of_rows[8], of_columns[8];
+#if WIDE_LOADS
+  uint4 of_rows[2];
+#else
+  Loaded of_rows[8];
+#endif
+  Loaded of_columns[8];
+  int loaded_k0 = 0;
+  [[maybe_unused]] int loaded_pixel = 0;
   auto load = [&](int slot, int tap, int k0) {
+    loaded_k0 = k0;
 #if WIDE_LOADS
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int pixel = met[slot][row + 32 * i], channel = k0 + word * IN_WORD;
-      const uint4 v = pixel >= 0 && channel < read ? *(const uint4*)(images[i] + pixel * arg.x_pixel + channel) : make_uint4(0, 0, 0, 0);
-      const uint32_t words[] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-      for (int e = 0; e < 4; ++e) of_rows[4 * i + e] = PRODUCTS == 1 && TYPE == 32 ? to_tf32(__uint_as_float(words[e])) : words[e];
+      of_rows[i] = pixel >= 0 && channel < read ? *(const uint4*)(images[i] + pixel * arg.x_pixel + channel) : make_uint4(0, 0, 0, 0);
     }
 #else
-    const int pixel = met[slot][own];
-    const data_t* const from = image + max(pixel, 0) * arg.x_pixel;
+    loaded_pixel = met[slot][own];
+    const data_t* const from = image + max(loaded_pixel, 0) * arg.x_pixel;
 #endif
     const data_t* const by = filter + tap * arg.w_tap;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const int channel = k0 + (word0 + 4 * i) * IN_WORD;
 #if !WIDE_LOADS
-      of_rows[i] = load_channels(from + channel * arg.x_channel, arg.x_channel, pixel >= 0 ? read - channel : 0);
+      of_rows[i].load(from + channel * arg.x_channel, arg.x_channel, loaded_pixel >= 0 ? read - channel : 0, x);
 #endif
-      of_columns[i] = load_channels(by + channel * arg.w_read, arg.w_read, has_channel ? read - channel : 0);
+      of_columns[i].load(by + channel * arg.w_read, arg.w_read, has_channel ? read - channel : 0, w);
     }
   };
   auto store = [&] {
 #if WIDE_LOADS
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
-      *(uint4*)(rows + (row + 32 * i) * PITCH + 4 * word) = make_uint4(of_rows[4 * i], of_rows[4 * i + 1], of_rows[4 * i + 2], of_rows[4 * i + 3]);
+    for (int i = 0; i < 2; ++i) {
+      uint4 v = of_rows[i];
+#if TYPE == 32 && PRODUCTS == 1
+      v = make_uint4(to_tf32(__uint_as_float(v.x)), to_tf32(__uint_as_float(v.y)), to_tf32(__uint_as_float(v.z)), to_tf32(__uint_as_float(v.w)));
+#endif
+      *(uint4*)(rows + (row + 32 * i) * PITCH + 4 * word) = v;
+    }
 #endif
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
+      const int channel = loaded_k0 + (word0 + 4 * i) * IN_WORD;
 #if !WIDE_LOADS
-      *(uint32_t*)(rows + own * PITCH + 4 * (word0 + 4 * i)) = of_rows[i];
+      *(uint32_t*)(rows + own * PITCH + 4 * (word0 + 4 * i)) = of_rows[i].word(loaded_pixel >= 0 ? read - channel : 0);
 #endif
-      *(uint32_t*)(columns + own * PITCH + 4 * (word0 + 4 * i)) = of_columns[i];
+      *(uint32_t*)(columns + own * PITCH + 4 * (word0 + 4 * i)) = of_columns[i].word(has_channel ? read - channel : 0);
     }
   };
   // a lane's row of the matrices that it loads

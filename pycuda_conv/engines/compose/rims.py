@@ -6,12 +6,14 @@ of a gradient by the input they add what the border shows. So no array of the wi
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from pycuda_conv.engines import registry
 from pycuda_conv.engines.base import ConvProblem, Device, KernelLaunch
 from pycuda_conv.engines.compose.delegate import Around, Delegating, delegate_of
 from pycuda_conv.engines.costs import costs, spread
+from pycuda_conv.engines.geometry import ceil
 from pycuda_conv.engines.layout import rims
 from pycuda_conv.engines.layout.rims import variants
 from pycuda_conv.engines.limits import Takes, Tiles
@@ -24,7 +26,7 @@ class Rims(Delegating):
 
 
 __all__ = ["variants"]  # with what stands here: the engine
-CONFIGS, LAYOUTS, TENSOR_CORES, MOST_VARIANTS = (Rims,), ("NCHW", "NHWC"), True, {"cuda": 38, "opencl": 22}
+CONFIGS, LAYOUTS, TENSOR_CORES, MOST_VARIANTS = (Rims,), ("NCHW", "NHWC", "CNHW", "CHWN"), True, {"cuda": 48, "opencl": 32}
 COST = costs("compose.rims")
 
 
@@ -55,7 +57,16 @@ def schedule(problem: ConvProblem, config: Rims, device: Device, with_moments: b
 
 def _rims_us(problem: ConvProblem, delegate: object, device: Device) -> float:
     """Microseconds of the launch for the rims."""
-    return COST.BEGIN + spread(rims.work(problem) / COST.SUMMANDS, device.multiprocessors)
+    if problem.layout in rims.OF_FILTER:
+        return COST.BEGIN + spread(COST.OF_FILTER * rims.summands_of_filter(problem), device.multiprocessors)
+    taps, read = math.prod(problem.filter_size), problem.operand_channels // problem.groups
+    if rims.on_tensor_cores(problem, device):
+        met = math.sqrt(taps) if problem.direction == "dgrad" else taps
+        waves = max(rims.product_blocks(problem) / (2 * device.multiprocessors), 1.0)
+        return COST.BEGIN + COST.STEP * waves * met * ceil(read * problem.itemsize, 128)
+    elements = rims.results(problem) * problem.N * problem.result_channels
+    each, lines = COST.ELEMENT[problem.layout], COST.LINE * rims.columns(problem) if problem.layout == "NCHW" else 0.0
+    return COST.BEGIN + lines + spread(elements * (each + COST.PRODUCT * taps * read), device.multiprocessors)
 
 
 AROUND: Around = Around(_among_zeros, _rims_us, lambda _: Rims, adapts)

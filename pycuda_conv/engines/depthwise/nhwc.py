@@ -166,9 +166,18 @@ def choose(problem: ConvProblem, device: Device) -> tuple[float, Config] | None:
     found = next(configs(problem, device), None)
     if found is None:
         return None
-    if device.backend == "cuda" and (problem.K != problem.groups or not unrolled_by(problem, type(found))):
-        return time(problem, found, device), found
+    if device.backend == "cuda":
+        us = time(problem, found, device)
+        if problem.border is not None:  # every thread asks for its places
+            return us + spread(COST.BORDERED * math.prod(problem.result_shape), device.multiprocessors), found
+        if problem.K != problem.groups or not unrolled_by(problem, type(found)):
+            return us, found
     return BY_RULE, found
+
+
+def border_time(source: ConvProblem, config: Config) -> float:
+    """Microseconds that rings take longer for an image with a border."""
+    return float(COST.BORDERED_RING * math.prod(source.input_shape))
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Config]:

@@ -1,4 +1,7 @@
-"""The results that a border changes, behind a convolution among zeros: ``cu/layout/rims.cu``, ``cu/mma/rims_product.cu``."""
+"""The results that a border changes, behind a convolution among zeros: ``cu/layout/rims.cu``, ``cu/mma/rims_product.cu``.
+
+A gradient by the filter gets what the border adds to it from ``cu/layout/rims_filter.cu``.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from itertools import groupby
 
 from pycuda_conv import borders
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_last_strides, filter_strides, near_sides, needs_64_bits
-from pycuda_conv.engines.schedule import OPERANDS, grid_refusal
+from pycuda_conv.engines.schedule import INPUT, OPERANDS, RESULT, WEIGHT, grid_refusal
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, is_multiplied, products
 from pycuda_conv.engines.variants import FLAG, VariantSet
@@ -21,7 +24,13 @@ VECTORS = {"float16": 8, "bfloat16": 8, "float32": 4, "float64": 1}  # neighbour
 LEAST_CHANNELS = 16  # of a group, from which on tensor cores multiply
 RESULTS, CHANNELS = 64, 64  # of a block on tensor cores
 
+#: Products of channels of a group by whose filter a gradient is asked for.
+MOST_PRODUCTS = 16
+#: By the layout of a gradient by the filter as it is launched: neighbouring channels of a block, and its threads.
+OF_FILTER = {"CNHW": (1, 256), "CHWN": (8, 1024)}
+
 RimsArguments = kernel_struct("rims.cuh", "RimsArguments")
+RimsFilterArguments = kernel_struct("rims_filter", "RimsFilterArguments")
 
 
 @lru_cache(maxsize=256)
@@ -54,11 +63,13 @@ def _met(problem: ConvProblem, axis: int, j: int) -> range:
 def refusal(problem: ConvProblem) -> str | None:
     """Why the launch can't put the border of `problem` in, or None if it can."""
     if problem.direction == "wgrad" or problem.border is None or problem.input_dtype or problem.result_dtype or problem.upsampled:
-        return "rims are of convolutions of floats with a border, and of gradients by their input"
-    if problem.layout not in ("NCHW", "NHWC"):
-        return f"rims are of arrays in NCHW and NHWC, not in {problem.layout}"
+        return "rims are of convolutions of floats with a border, and of their gradients"
     if near_sides(problem) is None:
         return "a side is filled, or its border goes on beyond the image's other end"
+    if problem.layout in OF_FILTER:
+        if problem.has_depth or problem.N * problem.K // problem.groups > MOST_PRODUCTS:
+            return "rims of gradients by the filter are of images in groups of few channels"
+        return None
     if max(map(len, runs(problem))) > 2:
         return "more than two runs of results along an axis meet the border"
     return grid_refusal(_threads(problem)[0] // THREADS)
@@ -76,10 +87,22 @@ def results(problem: ConvProblem) -> int:
     return math.prod(problem.result_size) - plain
 
 
-def work(problem: ConvProblem) -> float:
-    """What the launch takes: elements that it changes, each as many times as it has summands, and some more for its place."""
-    taps = math.prod(problem.filter_size) ** (0.5 if problem.direction == "dgrad" else 1)
-    return results(problem) * problem.N * problem.result_channels * (8 + problem.operand_channels // problem.groups * taps)
+def columns(problem: ConvProblem) -> int:
+    """Results of an image in rims along w alone: in planes each lies in a line of memory of its own."""
+    *others, (w, of_w) = zip(problem.result_size, runs(problem), strict=True)
+    return sum(count for _, count in of_w) * math.prod(n - sum(count for _, count in axis) for n, axis in others) if w else 0
+
+
+def summands_of_filter(problem: ConvProblem) -> int:
+    """Products that the launch for a gradient by the filter, as it is launched, adds."""
+    rows, columns = (sum(pair) for pair in zip(problem.padding_before[1:], problem.padding_after[1:], strict=True))
+    outside = rows * problem.filter_size[2] * problem.output_size[2] + columns * problem.filter_size[1] * problem.output_size[1]
+    return outside * problem.C * problem.N * (problem.K // problem.groups)
+
+
+def product_blocks(problem: ConvProblem) -> int:
+    """Blocks of the launch on tensor cores."""
+    return ceil(results(problem) * problem.N, RESULTS) * ceil(problem.result_channels // problem.groups, CHANNELS) * problem.groups
 
 
 def _threads(problem: ConvProblem) -> tuple[int, int, int]:
@@ -98,6 +121,8 @@ def on_tensor_cores(problem: ConvProblem, device: Device) -> bool:
 
 def launch(problem: ConvProblem, device: Device, filter_last: bool = False) -> KernelLaunch:
     """The launch, which follows those for zeros around the image. `filter_last`: the filter's second axis is last in memory."""
+    if problem.layout in OF_FILTER:
+        return _of_filter(problem, filter_last)
     (size, chunks, outer), tiles = _threads(problem), ceil(results(problem) * problem.N, RESULTS)
     (_, w_made, w_read), w_tap = filter_strides(problem), 1
     if filter_last:
@@ -117,7 +142,7 @@ def launch(problem: ConvProblem, device: Device, filter_last: bool = False) -> K
         **by_axis("rim_", rim), **by_axis("plain_", [n - own for n, own in zip(problem.result_size, rim, strict=True)]),
     )  # fmt: skip
     if on_tensor_cores(problem, device):
-        blocks = tiles * ceil(made, CHANNELS) * problem.groups
+        blocks = product_blocks(problem)
         wide = problem.layout == "NHWC" and read * problem.itemsize % 16 == 0
         texts = {"TYPE": ELEMENTS[problem.dtype], "PRODUCTS": products(problem), "WIDE_LOADS": int(wide), "GRADIENT": gradient}
         return KernelLaunch("rims_product", texts, blocks, THREADS, OPERANDS, (), arguments=args)
@@ -128,12 +153,36 @@ def launch(problem: ConvProblem, device: Device, filter_last: bool = False) -> K
     return KernelLaunch("border_rims", defines, ceil(size, THREADS), THREADS, OPERANDS, (), "rims", arguments=args)
 
 
+def _of_filter(problem: ConvProblem, filter_last: bool) -> KernelLaunch:
+    """The launch for a gradient by the filter, as it is launched: its images and channels have changed places."""
+    lanes, threads = OF_FILTER[problem.layout]
+    images, c, k, taps = problem.C // problem.groups, problem.N, problem.K, math.prod(problem.output_size)
+    (_, h, w), (_, p, q) = problem.input_size, problem.filter_size
+    last = problem.layout == "CHWN"
+    of_x, of_dy = ((1, channels) if last else (plane, 1) for channels, plane in ((c * problem.groups, h * w), (k, p * q)))
+    blocks_k = ceil(k, lanes)
+    args = arguments(
+        RimsFilterArguments, images=images, k=k, c=c, k_group=k // problem.groups, blocks_k=blocks_k, h=h, w=w, p=p, q=q,
+        **by_axis("", problem.output_size[1:], "rs"), taps=taps, x_image=c * problem.groups * h * w, x_channel=of_x[0], x_pixel=of_x[1],
+        dy_image=k * p * q, dy_channel=of_dy[0], dy_pixel=of_dy[1], dw_k=c * taps, dw_c=1 if filter_last else taps,
+        dw_tap=c if filter_last else 1, **by_axis("pad_", problem.padding_before[1:], "hw"),
+        **by_axis("stride_", problem.dilation[1:], "hw"), **by_axis("dilation_", problem.stride[1:], "hw"),
+        **{name: value for name, value in (near_sides(problem) or {}).items() if not name.endswith("d")},
+    )  # fmt: skip
+    defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(needs_64_bits(problem)), "THREADS": threads, "LANES": lanes}
+    buffers = INPUT, WEIGHT, RESULT
+    return KernelLaunch("border_rims_filter", defines, blocks_k * c * taps, threads, buffers, (), "rims_filter", arguments=args)
+
+
 def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each type, layout and direction."""
     for dtype, vector in VECTORS.items():
         choices = {"DTYPE": (DTYPE_CODES[dtype],), "INDEX_64": FLAG, "THREADS": (THREADS,), "GRADIENT": FLAG}
         yield VariantSet("rims", choices | {"NHWC": (1,), "VECTOR": (1, vector)[: 1 + (vector > 1)]})
         yield VariantSet("rims", choices | {"NHWC": (0,), "VECTOR": (1,)})
+    for lanes, threads in OF_FILTER.values():
+        choices = {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "THREADS": (threads,), "LANES": (lanes,)}
+        yield VariantSet("rims_filter", choices)
     if device.backend == "cuda" and device.capability >= (8, 0):
         choices = {"TYPE": (16, 17, 32), "PRODUCTS": (1, 3), "WIDE_LOADS": FLAG, "GRADIENT": FLAG}
         yield VariantSet("rims_product", choices, is_multiplied)
