@@ -22,7 +22,9 @@ COMMANDS = {
     "numbers": ("bench", "--suite", "numbers"),
     "published": ("bench", "--kind", "core", "--mode", "fp32", "tf32", "fp16-nhwc", "--quick", "--plots", "docs/plots"),
     "training": ("bench", "--training"),
-    "models": ("bench", "--models", "--training", "--quick"),
+    "models": (
+        "bench", "--models", "--training", "--mode", "fp16-nhwc", "bf16-nhwc", "--only", "[248] images, fp16.*evaluated|bf16.*trained",
+    ),
     "host": ("bench", "--host", "--quick"),
     "energy": ("bench", "--energy"),
     "images": ("bench", "--images"),
