@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Fit the constants of the models of time to timings, and write them into tuned/costs: `pycuda-conv calibrate` makes such files.
 
-    python3 scripts/fit_costs.py TIMINGS ... --engines hopper.dense hopper.gemm=hopper.gemm_time,packing_time
+    python3 scripts/fit_costs.py TIMINGS ... --engines hopper.dense hopper.gemm=hopper.gemm,packing_time
     python3 scripts/fit_costs.py TIMINGS ... --judge OTHERS ...       how often the models choose well among others' timings; fits nothing
 
 Constants are changed one at a time, up or down by a tenth and then by a twentieth, as long as the timings are met better: those near a

@@ -150,7 +150,9 @@ def pytest_collection_modifyitems(config, items):
         for strength, marker in ((1, "turns"), (2, "pairs")):
             if item.get_closest_marker(marker):
                 groups.setdefault((strength, item.nodeid.partition("[")[0], item.callspec.params.get("device")), []).append(item)
-    dropped = {id(item) for group in groups.values() for item in group} - {id(item) for (strength, *_), group in groups.items() for item in _covering(group, strength)}
+    dropped = {id(item) for group in groups.values() for item in group} - {
+        id(item) for (strength, *_), group in groups.items() for item in _covering(group, strength)
+    }
     items[:] = [item for item in without if id(item) not in dropped]
     if hasattr(config, "workeroutput"):
         config.workeroutput["left_out"] = _left_out[0]
@@ -229,12 +231,21 @@ def nothing_behind_calls():
 
 
 def pytest_addoption(parser):
-    parser.addoption("--optimised", action="store_true", help="let PoCL optimise all kernels, not only those of the tests that are about it")
-    parser.addoption("--torch-versions", action="store_true", help="download the oldest and the newest torch that setup.cfg admits, and try them")
+    parser.addoption(
+        "--optimised", action="store_true", help="let PoCL optimise all kernels, not only those of the tests that are about it"
+    )
+    parser.addoption(
+        "--torch-versions", action="store_true", help="download the oldest and the newest torch that setup.cfg admits, and try them"
+    )
     parser.addoption("--minutes", type=float, default=0, help="skip tests that have not begun after so many minutes, and say so (0: never)")
     # given as --failures=FILE: an argument of its own that is a file makes pytest look for its settings beside that file
-    parser.addoption("--failures", metavar="FILE", help="write each failure to the file as soon as it is known: a run that is ended tells of none")
-    parser.addoption("--all-texts", action="store_true", help="let nvcc compile every text of a kernel that tests name, and try every text of some kernels: see CONTRIBUTING.md")
+    parser.addoption(
+        "--failures", metavar="FILE", help="write each failure to the file as soon as it is known: a run that is ended tells of none"
+    )
+    parser.addoption(
+        "--all-texts", action="store_true",
+        help="let nvcc compile every text of a kernel that tests name, and try every text of some kernels: see CONTRIBUTING.md"
+    )
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -36,13 +36,18 @@ SHAPES = (
     (1, (9, 32), (2, 4), (1, 2), 1, 1), (1, (9, 32), (2, 8), (1, 2), 1, 1), (1, (9, 40), (1, 14), (1, 2), 1, 1), (1, (9, 64), (2, 16), (1, 8), 1, 1),
     (1, (22, 33), 11, (4, 1), 2, 1), (1, (400,), 10, 5, 0, 1), (1, (300,), 9, 1, 4, 1), (2, (50,), 3, 2, 1, 1), (4, (64,), 1, 1, 0, 1), (1, (5, 6, 8), 3, 1, 1, 1), (2, (4, 8, 8), (1, 3, 3), 1, (0, 1, 1), 1), (1, (90, 70), 31, 1, 15, 1), (1, (5000,), 150, 1, 75, 1),
 )  # fmt: skip
-EPILOGUES: tuple[dict[str, Any], ...] = ({}, {}, {"has_bias": True}, {"has_bias": True, "activation": "relu"}, {"has_bias": True, "has_scale": True, "has_residual": True, "activation": "silu"})
+EPILOGUES: tuple[dict[str, Any], ...] = (
+    {}, {}, {"has_bias": True}, {"has_bias": True, "activation": "relu"},
+    {"has_bias": True, "has_scale": True, "has_residual": True, "activation": "silu"}
+)
 
 
 def problems(count: int) -> Iterator[ConvProblem]:
     """Small problems, at most so many: every kind with every shape and every family of channels in turn, everything else by chance."""
     r = random.Random(1)
-    kinds = [(direction, *kind, layout) for direction in ("fprop", "input", "weight", "transposed") for kind in KINDS for layout in ("NCHW", "NHWC")]
+    kinds = [(direction, *kind, layout) for direction in (
+        "fprop", "input", "weight", "transposed"
+    ) for kind in KINDS for layout in ("NCHW", "NHWC")]
     for number in range(count):
         turn, kind = divmod(number, len(kinds))
         direction, dtype, precision, layout = kinds[kind]
@@ -86,7 +91,9 @@ def adapted_problems() -> Iterator[ConvProblem]:
 
 def launches(schedule: Schedule) -> list[KernelLaunch]:
     """All that a schedule may launch."""
-    return [launch for part in (schedule.prepare, schedule.steps, schedule.whole, schedule.filter_last or ()) for step in part for launch in step]
+    return [launch for part in (
+        schedule.prepare, schedule.steps, schedule.whole, schedule.filter_last or ()
+    ) for step in part for launch in step]
 
 
 def features(config: Config, schedule: Schedule) -> set[tuple]:
@@ -97,7 +104,9 @@ def features(config: Config, schedule: Schedule) -> set[tuple]:
         dtype = next((launch.defines[name] for name in ("TYPE", "DTYPE", "OUT", "IN") if name in launch.defines), 0)
         found |= {(file, launch.kernel), *((file, dtype, *define) for define in launch.defines.items())}
         for struct in launch.structs:
-            found |= {(file, type(struct).__name__, name, min(max(value, -1), 2)) for name, value in zip(struct._fields, struct, strict=True)}
+            found |= {
+                (file, type(struct).__name__, name, min(max(value, -1), 2)) for name, value in zip(struct._fields, struct, strict=True)
+            }
     return found
 
 
@@ -151,7 +160,11 @@ def cases(device: Any, count: int = 5280, each: int = 1) -> list[Case]:
 
 def missing(device: Any, chosen: Iterable[Case]) -> list[str]:
     """Values of defines that the registry's texts have and no case has."""
-    shown = (launch for problem, config, with_moments in chosen for launch in launches(engines.schedule(problem, config, device, with_moments)))
+    shown = (
+        launch for problem, config, with_moments in chosen for launch in launches(engines.schedule(problem, config, device, with_moments))
+    )
     met = {(launch.file or launch.kernel, *define) for launch in shown for define in launch.defines.items()}
-    wanted = {(family.file, name, value) for family in registry.variants(device) for name, values in family.choices.items() for value in values}
+    wanted = {
+        (family.file, name, value) for family in registry.variants(device) for name, values in family.choices.items() for value in values
+    }
     return [f"{file} {name}={value}" for file, name, value in sorted(wanted - met)]

@@ -86,7 +86,9 @@ class FakeCuda:
         monkeypatch.setitem(sys.modules, "pycuda.gpuarray", self.gpuarray)
         monkeypatch.setattr(driver, "libcuda", lambda: library)
         monkeypatch.setattr(driver, "_initialised", driver._initialised)
-        monkeypatch.setattr(CompileQueue, "compile", lambda _, source, arch="", fresh=False: hashlib.sha256(source.encode()).hexdigest().encode())
+        monkeypatch.setattr(
+            CompileQueue, "compile", lambda _, source, arch="", fresh=False: hashlib.sha256(source.encode()).hexdigest().encode()
+        )
         monkeypatch.setattr(CompileQueue, "kept", lambda _, source, arch: b"kept")
         for module, name, value in (
             (contexts, "_primaries", {}), (contexts, "_others", OrderedDict()), (contexts, "_in_c", None), (gpu, "_made", {}),
@@ -273,7 +275,9 @@ def _gpuarray(drv):
         def __init__(self, shape, dtype, allocator=drv.mem_alloc, base=None, gpudata=None, strides=None, order="C"):
             self.shape, self.dtype, self.allocator, self.base = tuple(shape), np.dtype(dtype), allocator, base
             self.size = self.mem_size = prod(self.shape)
-            self.strides = strides if strides is not None else np.empty((0,), dtype).strides and np.ndarray(self.shape, dtype, np.empty(max(self.size, 1), dtype), order=order).strides
+            self.strides = strides if strides is not None else np.empty((0,), dtype).strides and np.ndarray(
+                self.shape, dtype, np.empty(max(self.size, 1), dtype), order=order
+            ).strides
             self.nbytes = self.size * self.dtype.itemsize
             self.gpudata = allocator(self.nbytes) if gpudata is None and self.size else gpudata
             self._grid, self._block = (1, 1), (1, 1, 1)
@@ -291,7 +295,9 @@ def _gpuarray(drv):
         @property
         def __cuda_array_interface__(self):
             at = 0 if self.gpudata is None else int(self.gpudata)
-            return {"shape": self.shape, "strides": self.strides, "data": (at, False), "typestr": self.dtype.str, "stream": None, "version": 3}
+            return {
+                "shape": self.shape, "strides": self.strides, "data": (at, False), "typestr": self.dtype.str, "stream": None, "version": 3
+            }
 
         @property
         def ndim(self):

@@ -78,11 +78,15 @@ class Filter:
     def reference(self, x: np.ndarray, dy: np.ndarray) -> np.ndarray:
         """In float64, tap by tap."""
         stride, dilation = self.each(self.stride), self.each(self.dilation)
-        padded = np.pad(x.astype(float), ((0, 0), (0, 0), *self.pairs)).reshape(x.shape[0], self.groups, -1, *(n + sum(p) for n, p in zip(x.shape[2:], self.pairs, strict=True)))
+        padded = np.pad(x.astype(float), ((0, 0), (0, 0), *self.pairs)).reshape(
+            x.shape[0], self.groups, -1, *(n + sum(p) for n, p in zip(x.shape[2:], self.pairs, strict=True))
+        )
         grad = dy.astype(float).reshape(dy.shape[0], self.groups, -1, *dy.shape[2:])
         out = np.zeros(self.w)
         for tap in np.ndindex(*self.w[2:]):
-            seen = padded[(..., *(slice(t * d, t * d + (m - 1) * s + 1, s) for t, d, m, s in zip(tap, dilation, dy.shape[2:], stride, strict=True)))]
+            seen = padded[
+                (..., *(slice(t * d, t * d + (m - 1) * s + 1, s) for t, d, m, s in zip(tap, dilation, dy.shape[2:], stride, strict=True)))
+            ]
             with np.errstate(invalid="ignore"):
                 found = np.einsum("ngkp,ngcp->gkc", grad.reshape(*grad.shape[:3], -1), seen.reshape(*seen.shape[:3], -1))
             out[(slice(None), slice(None), *tap)] = found.reshape(self.w[:2])
@@ -93,7 +97,9 @@ class Filter:
         dtype = x.dtype.name
         length = self.dy[0] * math.prod(self.dy[2:])
         rounded = 6 * 2**-12 * np.sqrt(self.reference(x**2, dy**2)) if dtype == "float32" and precision == "tf32" else 0  # to TF32, six times the deviation
-        return 4 * SUM_EPS[dtype] * math.sqrt(length) * self.reference(np.abs(x), np.abs(dy)) + EPS[dtype] * np.abs(ref) + TINY[dtype] + rounded
+        return 4 * SUM_EPS[dtype] * math.sqrt(length) * self.reference(
+            np.abs(x), np.abs(dy)
+        ) + EPS[dtype] * np.abs(ref) + TINY[dtype] + rounded
 
     def __str__(self) -> str:
         def show(values):

@@ -23,7 +23,6 @@ import numpy as np
 import pytest
 
 from pycuda_conv import ConvProblem
-from pycuda_conv.runtime import driver
 from pycuda_conv.runtime.base import KERNEL_DIR, KernelLaunch
 from pycuda_conv.runtime.compiler import Nvcc
 from pycuda_conv.tools.distributions import DISTRIBUTIONS
@@ -59,7 +58,9 @@ def _by_taps(x: Any, w: Any, stride: tuple, dilation: tuple, transposed: bool) -
     ndim, filters = len(stride), math.prod(w.shape[:2])
     x, w = x.repeat_interleave(filters // x.shape[-ndim - 1], -ndim - 1), w.reshape(filters, *w.shape[2:])
     shape = list(zip(x.shape[-ndim:], w.shape[1:], stride, dilation, strict=True))
-    size = [(n - 1) * s + d * (f - 1) + 1 for n, f, s, d in shape] if transposed else [(n - d * (f - 1) - 1) // s + 1 for n, f, s, d in shape]
+    size = [(n - 1) * s + d * (f - 1) + 1 for n, f, s, d in shape] if transposed else [
+        (n - d * (f - 1) - 1) // s + 1 for n, f, s, d in shape
+    ]
     y = x.new_zeros(*x.shape[:-ndim], *size)
     for tap in np.ndindex(*w.shape[1:]):
         counts = x.shape[-ndim:] if transposed else size
@@ -180,9 +181,14 @@ def gradient_of(case: Case) -> Case:
     """The gradient by the input of a forward convolution."""
     problem, n = case.problem(), case.ndim
     y, taps = problem.result_shape, problem.filter_size[-n:]
-    rows = zip(case.input_shape[2:], y[2:], taps, problem.stride[-n:], problem.padding_before[-n:], problem.padding_after[-n:], problem.dilation[-n:], strict=True)
+    rows = zip(
+        case.input_shape[2:], y[2:], taps, problem.stride[-n:], problem.padding_before[-n:], problem.padding_after[-n:],
+        problem.dilation[-n:], strict=True
+    )
     lacking = tuple(m - ((size - 1) * s - before - after + d * (f - 1) + 1) for m, size, f, s, before, after, d in rows)
-    return Case(True, (*y[:2], *y[2:]), case.weight_shape, case.options | {"output_padding": lacking} if any(lacking) else case.options, case.bias)
+    return Case(
+        True, (*y[:2], *y[2:]), case.weight_shape, case.options | {"output_padding": lacking} if any(lacking) else case.options, case.bias
+    )
 
 
 # ---- comparisons
@@ -400,7 +406,9 @@ def with_headers(text: str) -> dict[str, str]:
 
 def nvcc(file: Path, arch: str) -> subprocess.CompletedProcess:
     """What nvcc and ptxas say about a kernel file."""
-    command = [str(NVCC), "-cubin", "-std=c++17", "-O3", f"-arch={arch}", "-Xptxas=-v", "-I", str(KERNEL_DIR), "-o", "kernel.cubin", str(file)]
+    command = [
+        str(NVCC), "-cubin", "-std=c++17", "-O3", f"-arch={arch}", "-Xptxas=-v", "-I", str(KERNEL_DIR), "-o", "kernel.cubin", str(file)
+    ]
     return subprocess.run(command, cwd=file.parent, capture_output=True, text=True, timeout=900, check=False)
 
 
@@ -420,8 +428,14 @@ def covering(launches: list[KernelLaunch]) -> list[KernelLaunch]:
     for launch, of_one in zip(launches, defines, strict=True):
         for name, value in of_one.items():
             every.setdefault((launch.file or launch.kernel, name), set()).add(value)
-    wanted = {(*key, value) for key, found in every.items() for value in (found if len(found) <= 3 or key[1].endswith("TYPE") else (min(found), max(found)))}
-    values = [{(launch.file or launch.kernel, *define) for define in of_one.items()} & wanted for launch, of_one in zip(launches, defines, strict=True)]
+    wanted = {
+        (*key, value) for key,
+        found in every.items() for value in (found if len(found) <= 3 or key[1].endswith("TYPE") else (min(found), max(found)))
+    }
+    values = [
+        {(launch.file or launch.kernel, *define) for define in of_one.items()} & wanted for launch,
+        of_one in zip(launches, defines, strict=True)
+    ]
     chosen, missing = [], set(wanted)
     while missing:
         best = max(range(len(launches)), key=lambda i: (len(values[i] & missing), sum(launches[i].defines.values())))
@@ -435,9 +449,9 @@ def covering(launches: list[KernelLaunch]) -> list[KernelLaunch]:
 
 
 def by_turns(*axes: Iterable[Any], rounds: int = 1) -> list[tuple]:
-    """All combinations where there is a GPU, or with `--all-texts`; else each value of the longest axis so many times, with others of the other axes."""
+    """Each value of the longest axis so many times, with others of the other axes; all combinations with `--all-texts`."""
     values = [list(axis) for axis in axes]
-    if all_texts or driver.why_not() is None:
+    if all_texts:
         return list(itertools.product(*values))
     turns = [(i, turn) for turn in range(rounds) for i in range(max(map(len, values)))]
     return list(dict.fromkeys(tuple(axis[(i + turn * j) % len(axis)] for j, axis in enumerate(values)) for i, turn in turns))
@@ -499,7 +513,9 @@ def _together(texts: list[str], arch: str) -> list[str] | None:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900, check=False)
     if done.returncode:
         return None
-    of_all, *functions = re.split(r"^(?=ptxas info +: (?:Compiling entry function|Function properties))", done.stdout + done.stderr, flags=re.M)
+    of_all, *functions = re.split(
+        r"^(?=ptxas info +: (?:Compiling entry function|Function properties))", done.stdout + done.stderr, flags=re.M
+    )
     found = [[of_all] for _ in texts]
     for one in functions:
         found[int(re.findall(r"\d?text(\d+)_\d", one.splitlines()[0])[0])].append(one)

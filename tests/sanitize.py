@@ -116,7 +116,9 @@ def norm(one: norms.Norm) -> bool:
     device, good = get_device("cuda"), True
     x = np.random.default_rng(0).standard_normal((one.N, one.C, one.P)).astype(one.dtype)
     of_channels, added, stats = np.ones(one.C, one.dtype), np.ones((one.N, one.C), one.dtype), np.ones((one.N, one.groups, 2), "f")
-    forms = {norms.ROWS: norms.rows_of(one), norms.SLICED_ROWS: True} if one.in_rows else {norms.SMALL: norms.small_of(one), norms.PLANES: True}
+    forms = {
+        norms.ROWS: norms.rows_of(one), norms.SLICED_ROWS: True
+    } if one.in_rows else {norms.SMALL: norms.small_of(one), norms.PLANES: True}
     for form in (form for form, taken in forms.items() if taken):
         launch, workspace = norms.compiled(one, device, form)
         good &= with_buffers(launch, (x, of_channels, of_channels, None if one.in_rows else added), (x.copy(), stats.copy()), workspace)

@@ -200,7 +200,9 @@ def test_batch_norms_of_all_sizes_share_a_text_for_whole_vectors_and_one_for_oth
     r, found = random.Random(2), set()
     for _ in range(30):
         pixels = Pixels("float32", layout, r.randrange(1, 40), r.randrange(1, 300), r.randrange(2, 4000))
-        for launches, _ in (batch_norm.forward(pixels, 132, "relu"), batch_norm.backward(pixels, 132, "relu", True), batch_norm.channel_sums(pixels, 132)):
+        for launches, _ in (
+            batch_norm.forward(pixels, 132, "relu"), batch_norm.backward(pixels, 132, "relu", True), batch_norm.channel_sums(pixels, 132)
+        ):
             found |= {launch.source() for launch in launches}
     assert len(found) == 3  # two that walk arrays, one that adds slices
 

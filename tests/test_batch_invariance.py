@@ -54,7 +54,10 @@ def test_nothing_else_chooses_by_the_batch():
         problem = replace(plain, N=5, batched=True, algorithm="batch_invariant")
         config = engines.choose(problem, device)
         order = engines.order(problem, config)
-        others = [*engines.candidates(problem, device), *engines.alternatives(problem, config, device), engines.with_moments(problem, config, device)]
+        others = [
+            *engines.candidates(problem, device), *engines.alternatives(problem, config, device),
+            engines.with_moments(problem, config, device)
+        ]
         assert {engines.order(problem, one) for one in others} == {order}
     large = ConvProblem.forward(2, (1, 1, 900, 900), (1, 1, 300, 300), algorithm="batch_invariant")
     assert registry.engine_of(engines.choose(large, device)) not in registry.TRANSFORMS
@@ -145,7 +148,10 @@ def test_tensors_of_torch_and_their_gradients():
 
 def model_of(torch):
     nn = torch.nn
-    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.ConvTranspose2d(8, 6, 3, stride=2), nn.Conv2d(6, 8, 3, padding=1, padding_mode="circular"))
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.ConvTranspose2d(8, 6, 3, stride=2),
+        nn.Conv2d(6, 8, 3, padding=1, padding_mode="circular")
+    )
 
 
 @pytest.fixture
@@ -154,7 +160,9 @@ def asked(monkeypatch):
     found = []
     for name in ("forward", "transposed"):
         made = getattr(ConvProblem, name).__func__
-        monkeypatch.setattr(ConvProblem, name, classmethod(lambda cls, *a, made=made, **k: (found.append(k["algorithm"]), made(cls, *a, **k))[1]))
+        monkeypatch.setattr(
+            ConvProblem, name, classmethod(lambda cls, *a, made=made, **k: (found.append(k["algorithm"]), made(cls, *a, **k))[1])
+        )
     forget_plans()
     return found
 
@@ -164,7 +172,10 @@ def test_converted_models(way, asked):
     """An image of a batch as alone; each convolution is planned so, in torch.compile too."""
     model = pn.convert(model_of(torch), batch_invariant=True).eval()
     assert "batch_invariant" in repr(model[0]) and model[0].algorithm == "batch_invariant"
-    run = {"called": model, "compiled": torch.compile(model, backend="eager"), "by our backend": torch.compile(model, backend=pn.backend, mode="light")}[way]
+    run = {
+        "called": model, "compiled": torch.compile(model, backend="eager"),
+        "by our backend": torch.compile(model, backend=pn.backend, mode="light")
+    }[way]
     x = torch.randn(5, 3, 14, 13)
     with torch.no_grad():
         whole = run(x)
@@ -183,7 +194,9 @@ def test_compiled_models(how, asked, monkeypatch):
     if how == "inductor's operators":
         monkeypatch.setattr(pn.compiler, "_compiled_by_inductor", lambda gm, *_: gm.forward)
     options = {"mode": "default" if how == "inductor's operators" else "light"} | ({"batch_invariant": True} if how != "a block" else {})
-    run = pn.compile(model, mode="light", batch_invariant=True) if how == "a parameter" else torch.compile(model, backend=pn.backend, options=options)
+    run = pn.compile(model, mode="light", batch_invariant=True) if how == "a parameter" else torch.compile(
+        model, backend=pn.backend, options=options
+    )
     with torch.no_grad(), pc.batch_invariant(how == "a block"):
         whole = run(x)
         assert torch.equal(run(x[3:4]), whole[3:4]) and torch.equal(run(x.flip(0)).flip(0), whole)
@@ -256,7 +269,10 @@ def test_random_layers_on_a_gpu(seed):
     rng = np.random.default_rng(seed)
     for layer in rng.permutation(np.array(drawn(100 + seed, 1, 4e6), object))[:6]:
         dtype, last = getattr(torch, layer.dtype), layer.layout == "NHWC"
-        layer = replace(layer, has_bias=False, has_scale=False, has_residual=False, float_scale=False, activation=None, algorithm="batch_invariant", batched=True)
+        layer = replace(
+            layer, has_bias=False, has_scale=False, has_residual=False, float_scale=False, activation=None, algorithm="batch_invariant",
+            batched=True
+        )
         images = torch.from_numpy(rng.standard_normal(replace(layer, N=12).input_shape)).to("cuda", dtype)
         images[3] *= torch.from_numpy(10 ** rng.uniform(-6, 0, images[3].shape)).to("cuda", dtype)
         images[7] *= 100

@@ -5,17 +5,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import test_epilogue as epilogue
+from cases.blocks import SHAPES as CASES
 from reference import (
     DISTRIBUTIONS,
-    DTYPES,
     TINY,
     assert_close,
     assert_exact,
     assert_lost_alike,
     by_turns,
     check,
-    dgrad,
     fprop,
     reference,
     run,
@@ -30,16 +28,6 @@ from pycuda_conv.runtime import get_device
 from pycuda_conv.runtime.target import Target
 
 H200, TURING = Target("sm_90a"), Target("sm_75")
-#: One block and many, pairs over several images, a block alone, several filters a channel, both directions, uneven padding, images smaller than the filter;
-#: lines and volumes.
-CASES = {
-    fprop((1, 1, 100, 120), (1, 1, 15, 15), padding=7): (128, 128), fprop((2, 3, 170, 140), (3, 1, 15, 21), groups=3, padding=(7, 3)): (128, 192),
-    fprop((3, 2, 90, 80), (4, 1, 9, 31), groups=2, padding=4, bias=False): (320, 128), dgrad((1, 3, 100, 110), (3, 1, 15, 17), groups=3, padding=5): (192, 320),
-    fprop((1, 1, 40, 300), (1, 1, 33, 65)): (128, 384), fprop((2, 2, 10, 12), (6, 1, 21, 25), groups=2, padding=((15, 20), (13, 30))): (128, 128),
-    fprop((1, 1, 127, 130), (1, 1, 127, 100), padding=((0, 3), (50, 49))): (128, 256), fprop((1, 1, 70, 80), (1, 1, 1, 99), padding=(0, 49)): (128, 256),
-    fprop((2, 2, 9000), (2, 1, 301), groups=2, padding=150): (64, 64), dgrad((1, 1, 20000), (1, 2, 3000)): (128, 192), fprop((1, 1, 900), (1, 1, 700), padding=((30, 7),)): (64, 64),
-    fprop((2, 1, 30, 40, 50), (2, 1, 7, 8, 9), padding=3): (64, 64, 64), dgrad((1, 2, 66, 50, 60), (2, 1, 5, 7, 9), groups=2, padding=2): (64, 128, 64),
-}  # fmt: skip
 FIRST, SECOND, THIRD, BACK, *_ = CASES
 LINE, VOLUME = (next(case for case in CASES if case.ndim == ndim) for ndim in (1, 3))
 LARGE = fprop((1, 1, 150, 170), (1, 1, 31, 31), padding=15)
@@ -47,31 +35,6 @@ LARGE = fprop((1, 1, 150, 170), (1, 1, 31, 31), padding=15)
 
 def plan(case, device, dtype="float32", **more):
     return Plan(case.problem(dtype, **more), device, config=BlockFft(*CASES.get(case, (128, 192))))
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_integers_are_exact(device, case):
-    arrays = case.integers("float32")
-    assert_exact(run(plan(case, device), *arrays), case.reference(*arrays))
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_results_are_rounded_once(device, case):
-    x, w, b = case.normals("float32")
-    ref, magnitude = case.reference(x, w, b), case.reference(abs(x), abs(w), None if b is None else abs(b))
-    made = plan(case, device)
-    got = run(made, x, w, b)
-    assert_close(got, ref, 2.0**-23 * magnitude)
-    assert np.array_equal(got, run(made, x, w, b))
-
-
-@pytest.mark.parametrize("length", [64, 128, 192, 256, 320, 512, 576, 960, 1152])
-def test_every_factor(device, length):
-    """All lengths have all of these factors; as rows and as columns."""
-    case = fprop((1, 1, 70, 90), (1, 1, 13, 11), padding=5)
-    arrays = case.integers("float32")
-    for lengths in ((128, length), (length, 128)):
-        assert_exact(run(Plan(case.problem(), device, config=BlockFft(*lengths)), *arrays), case.reference(*arrays))
 
 
 def test_lengths():
@@ -83,14 +46,6 @@ def test_lengths():
         for n in lengths:
             batch = blocks._batch(BlockFft(n, 128), shared_limit(device))
             assert batch * n * blocks.BYTES + blocks.FIXED_BYTES <= shared_limit(device) or not batch
-
-
-@pytest.mark.parametrize(("case", "dtype"), by_turns([FIRST, SECOND, LINE], DTYPES, rounds=2), ids=str)
-def test_every_type(device, case, dtype):
-    if dtype == "bfloat16" and get_device(device).backend == "cuda":
-        pytest.skip("PyCUDA has no arrays of bfloat16")
-    arrays = case.normals(dtype)
-    check(case, run(plan(case, device, dtype, algorithm="fft"), *arrays), *arrays)
 
 
 @pytest.mark.parametrize("batch", [2, 4])
@@ -115,7 +70,9 @@ def test_pairs_in_several_rows_of_launches(device, monkeypatch):
 # ---- every element is right
 
 
-@pytest.mark.parametrize(("case", "kind"), [*by_turns((LARGE, SECOND, BACK, LINE), DISTRIBUTIONS, rounds=2), (VOLUME, "sky"), (VOLUME, "one large")], ids=str)
+@pytest.mark.parametrize(
+    ("case", "kind"), [*by_turns((LARGE, SECOND, BACK, LINE), DISTRIBUTIONS, rounds=2), (VOLUME, "sky"), (VOLUME, "one large")], ids=str
+)
 def test_elements_are_right_for_all_kinds_of_numbers(device, case, kind):
     x, w, b = case.drawn(kind)
     ref, magnitude = case.reference(x, w, b), case.reference(abs(x), abs(w), b)
@@ -223,17 +180,6 @@ def test_a_worse_transform_is_noticed(device, monkeypatch):
     assert not (abs(run(plan(case, device), x, w) - ref) <= 2.0**-23 * magnitude).all()
 
 
-@pytest.mark.parametrize(("dtype", "parts"), by_turns(["float32", "float16"], epilogue.PARTS))
-def test_what_follows_the_sums(device, dtype, parts):
-    case = SECOND
-    made = Plan(epilogue.finishing(case.problem(dtype), parts), device, config=BlockFft(*CASES[case]))
-    given = epilogue.arrays(case, dtype, parts, integers=False)
-    given[0][0, :, :60] = 0
-    given[0][0, 0, 100, 40] = 1e4 if dtype == "float32" else 100
-    ref = epilogue.expected(case, parts, *given)
-    assert_close(run(made, *given), ref, epilogue.allowed(case, *given, ref, ""), made)
-
-
 # ---- the filter's spectrum, kept
 
 
@@ -245,14 +191,18 @@ def test_a_gpu_s_launches_with_a_packed_filter(case):
     longest = max(CASES[case])
 
     def with_room(steps):
-        return [[replace(one, shared=0, defines=one.defines | ({"ROOM": max(blocks.ROOM, 8 * longest)} if one.shared else {})) for one in step] for step in steps]
+        return [[
+            replace(one, shared=0, defines=one.defines | ({"ROOM": max(blocks.ROOM, 8 * longest)} if one.shared else {})) for one in step
+        ] for step in steps]
 
     x, w, b = case.normals("float32")
     y = np.full(problem.result_shape, np.nan, "f")
     workspace, packed = (np.full(n // 4, np.nan, "f") for n in (schedule.workspace_bytes, schedule.filter_bytes))
     nothing = np.zeros(1, "f")
     with on:
-        on.update_host_arrays(on.schedule_launcher(with_room(schedule.prepare)), (nothing, w, None), (nothing, nothing, packed, nothing, nothing), 0)
+        on.update_host_arrays(
+            on.schedule_launcher(with_room(schedule.prepare)), (nothing, w, None), (nothing, nothing, packed, nothing, nothing), 0
+        )
         kept = packed.copy()
         on.update_host_arrays(on.schedule_launcher(with_room(schedule.steps)), (x, w, b), (y, workspace, packed, nothing, nothing), 0)
     assert np.array_equal(kept, packed, equal_nan=True)
@@ -301,34 +251,6 @@ def test_long_blocks_on_a_gpu(lengths):
 
 
 # ---- the choice
-
-
-@pytest.mark.parametrize(("size", "taps", "chosen"), [(4096, 11, False), (4096, 21, True), (4096, 63, True), (1024, 127, True), (256, 127, True), (4096, 1001, True), (256, 9, False), ((100000,), (5001,), True), ((100000,), (101,), False), ((64, 64, 64), (31, 31, 31), True), ((64, 64, 64), (5, 5, 5), False)])
-def test_it_is_chosen_for_large_filters(size, taps, chosen):
-    size, taps = ((n, n) if isinstance(n, int) else n for n in (size, taps))
-    problem = ConvProblem.forward(len(size), (1, 1, *size), (1, 1, *taps), padding=tuple(n // 2 for n in taps))
-    config = engines.choose(problem, H200)
-    assert isinstance(config, BlockFft) == chosen
-    if chosen:
-        assert engines.refusal(problem, config, H200) is None
-        assert engines.choose(replace(problem, algorithm="direct"), H200) != config
-
-
-@pytest.mark.parametrize(
-    ("problem", "config", "message"),
-    [
-        (ConvProblem.forward(2, (1, 1, 90, 90), (1, 1, 9, 9)), BlockFft(100, 128), "a length must be"), (ConvProblem.forward(2, (1, 1, 90, 90), (1, 1, 9, 9)), BlockFft(32, 128), "a length must be"),
-        (ConvProblem.forward(2, (1, 1, 90, 90), (1, 1, 9, 9), stride=2), BlockFft(), "without stride"), (ConvProblem.forward(1, (1, 1, 9000), (1, 1, 5000)), BlockFft(64, 64), "must fit"),
-        (ConvProblem.forward(3, (1, 1, 9, 90, 90), (1, 1, 3, 9, 9)), BlockFft(), "a length must be"), (ConvProblem.forward(2, (1, 1, 90, 90), (1, 1, 9, 9)), BlockFft(64, 64, 64), "LENGTH_D must be 1"), (ConvProblem.forward(2, (1, 2, 90, 90), (1, 2, 9, 9)), BlockFft(), "one channel"),
-        (ConvProblem.forward(2, (0, 1, 90, 90), (1, 1, 9, 9)), BlockFft(), "nothing to compute"), (ConvProblem.forward(2, (1, 1, 900, 900), (1, 1, 9, 129)), BlockFft(128, 128), "must fit"),
-        (ConvProblem.forward(2, (1, 8, 900, 900), (8, 1, 999, 999), groups=8, padding=500), BlockFft(6912, 6912), "spectra take"),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_refusals(problem, config, message):
-    assert message in engines.refusal(problem, config, H200)
-    with pytest.raises(ValueError, match=message):
-        engines.schedule(problem, config, H200)
 
 
 def test_blocks_that_no_multiprocessor_holds():

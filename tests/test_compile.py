@@ -221,9 +221,7 @@ ZOO = {
 }
 
 
-@pytest.mark.turns
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize(("name", "how"), by_turns(ZOO, HOWS))
 def test_networks(name, how, where):
     make, evaluated, trained = ZOO[name]
     for train in (False, True):
@@ -480,9 +478,10 @@ def test_what_ends_a_chain(name, how):
             alike(lambda: Of(call, change), how, False, "input")
 
 
-@pytest.mark.turns
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("name, steps", [("residual spent", 4), ("residual spent after a view", 4), ("residual gets the sum", 2), ("residual of the caller", 2), ("residual returned", 2)])
+SUMS = ("residual spent", 4), ("residual spent after a view", 4), ("residual gets the sum", 2), ("residual of the caller", 2), ("residual returned", 2)
+
+
+@pytest.mark.parametrize(("name", "steps", "how"), [(*one, how) for one, how in by_turns(SUMS, HOWS)])
 def test_sums_in_place(name, steps, how):
     """They belong to a chain if nothing else reads what is written to any more, under any name."""
     (found,) = alike(lambda: Of(TRAPS[name][0]), how, False, False)

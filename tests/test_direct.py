@@ -44,7 +44,9 @@ def test_offsets_are_64_bits_from_two_to_the_31_elements_on():
     assert defines(half, Gemm(64, 64, 8, 4, 4, 1, SPLIT_K=2)) == [1, 1]
 
 
-@pytest.mark.parametrize("case", [GENERAL, POINTWISE, DEPTHWISE, TRANSPOSED, *FORWARD, *TRANSPOSED_CASES, *MANY_PHASES, *SINGLE_CHANNEL], ids=str)
+@pytest.mark.parametrize(
+    "case", [GENERAL, POINTWISE, DEPTHWISE, TRANSPOSED, *FORWARD, *TRANSPOSED_CASES, *MANY_PHASES, *SINGLE_CHANNEL], ids=str
+)
 def test_the_planner_chooses_what_is_legal(case):
     for dtype in DTYPES:
         problem = case.problem(dtype)
@@ -126,7 +128,9 @@ def test_empty_arrays_are_planned_for_a_gpu(x, w, layout):
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_channels_last_are_read_as_they_lie_where_that_gains(dtype):
     first = thin((64, 3, 224, 224), (64, 3, 3, 3), "NHWC", dtype, padding=(1,), stride=(2,))
-    assert as_called(first, H200) == first and isinstance(engines.choose(first, H200), PatchWgrad if dtype == "float32" else FewChannelsWgrad)
+    assert as_called(first, H200) == first and isinstance(
+        engines.choose(first, H200), PatchWgrad if dtype == "float32" else FewChannelsWgrad
+    )
     dense = thin((64, 256, 28, 28), (256, 256, 3, 3), "NHWC", dtype, padding=(1,))
     assert not isinstance(engines.choose(as_called(dense, H200), H200), PatchWgrad)
     assert not isinstance(engines.choose(replace(dense, layout="NCHW"), H200), PatchWgrad)
@@ -137,7 +141,9 @@ def test_every_launch_is_on_the_closed_list_of_texts():
     for case in THIN:
         for layout, dtype in (("NCHW", "float32"), ("NHWC", "float32"), ("NCHW", "float16"), ("NCHW", "float64")):
             asked = case.problem(dtype, layout, "fp32")
-            engine_configs = [*patch_wgrad.configs(asked.launched, H200), *(direct.configs(asked.launched, H200) if layout == "NCHW" else ())]
+            engine_configs = [
+                *patch_wgrad.configs(asked.launched, H200), *(direct.configs(asked.launched, H200) if layout == "NCHW" else ())
+            ]
             for config in engine_configs:
                 if engines.refusal(asked, config, H200) is None:
                     for launch in (one for step in engines.schedule(asked, config, H200).steps for one in step):
@@ -217,7 +223,9 @@ def test_the_gradient_of_many_filters_of_one_channel_is_chosen_by_its_model():
 def test_strips_of_tall_images_of_few_channels_fill_the_machine():
     problem = ConvProblem.forward(2, (1, 3, 2160, 512), (3, 1, 3, 3), padding=1, groups=3, layout="NHWC")
     config = engines.choose(problem, H200)
-    assert isinstance(config, DepthwiseStrips) and nhwc_launch.grid_of(problem, config) > H200.multiprocessors > nhwc_launch.grid_of(problem, DepthwiseStrips(68))
+    assert isinstance(config, DepthwiseStrips) and nhwc_launch.grid_of(problem, config) > H200.multiprocessors > nhwc_launch.grid_of(
+        problem, DepthwiseStrips(68)
+    )
 
 
 # ---- the tests themselves: a comparison that can't fail proves nothing

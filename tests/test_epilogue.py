@@ -79,7 +79,9 @@ def allowed(case: Case, x, w, b, s, r, ref: np.ndarray, mode: str = "") -> np.nd
     across, dtype = (-1, *(1,) * case.ndim), x.dtype.name
     plain = case.reference(x, w)
     factor = 1.0 if s is None else np.abs(s.astype(float)).reshape(across)
-    most = np.abs(plain) * factor + (0 if b is None else np.abs(b.astype(float)).reshape(across)) + (0 if r is None else np.abs(r.astype(float)))
+    most = np.abs(plain) * factor + (
+        0 if b is None else np.abs(b.astype(float)).reshape(across)
+    ) + (0 if r is None else np.abs(r.astype(float)))
     most_off = bound(case, mode, x, w, None, plain) if mode else case.bound(x, w, None, plain)
     if SUM_EPS[dtype] < EPS[dtype]:  # the sum itself was not rounded to 16 bits
         most_off = most_off - EPS[dtype] * np.abs(plain)
@@ -154,7 +156,9 @@ def test_a_nan_passes_through_relu_and_the_sum_is_rounded_once(device, dtype):
     for special in (np.nan, np.inf):
         got = pc.conv1d(one, one, device=device, scale=np.array([special], dtype), residual=-one, activation="relu")
         assert got == special or (np.isnan(special) and np.isnan(got))
-        assert np.isnan(pc.conv1d(one, one, device=device, residual=np.full_like(one, special) * dtype_one(dtype, np.nan), activation="relu"))
+        assert np.isnan(
+            pc.conv1d(one, one, device=device, residual=np.full_like(one, special) * dtype_one(dtype, np.nan), activation="relu")
+        )
     # 1 + eps/2 is 1 in the dtype, but not while it is summed
     half = np.array([EPS[dtype] / 2], dtype)
     if SUM_EPS[dtype] < EPS[dtype]:
@@ -504,7 +508,10 @@ def test_images_and_filters_that_take_the_exact_path(torch, case, mode, config):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["fp32", "tf32 last", "fp16", "fp16 last"])
-@pytest.mark.parametrize("case", [fprop((8, 64, 28, 28), (128, 64, 3, 3), padding=1), fprop((8, 256, 28, 28), (64, 256, 1, 1)), dgrad((8, 128, 14, 14), (128, 64, 4, 4), stride=2, padding=1)], ids=str)
+@pytest.mark.parametrize("case", [
+    fprop((8, 64, 28, 28), (128, 64, 3, 3), padding=1), fprop((8, 256, 28, 28), (64, 256, 1, 1)),
+    dgrad((8, 128, 14, 14), (128, 64, 4, 4), stride=2, padding=1)
+], ids=str)
 def test_the_functions_on_a_gpu(torch, case, mode):
     """Residuals of either layout, `out` as the residual, kept filters, a graph; an infinity that takes the exact path."""
     dtype, precision, layout = MODES[mode]

@@ -7,7 +7,8 @@ from functools import cache
 import numpy as np
 import pytest
 import test_epilogue as epilogue
-from reference import DISTRIBUTIONS, DTYPES, TINY, _pairs, assert_close, assert_exact, by_turns, check, dgrad, fprop, reference, run
+from cases.fft import SHAPES as CASES
+from reference import DISTRIBUTIONS, DTYPES, TINY, _pairs, assert_close, assert_exact, by_turns, check, fprop, reference, run
 
 import pycuda_conv as pc
 from pycuda_conv import ConvProblem, Plan, engines
@@ -20,12 +21,6 @@ from pycuda_conv.runtime import get_device
 from pycuda_conv.runtime.target import Target
 
 H200 = Target("sm_90a")
-#: One tile and many, one pair and a tile alone, odd sizes, images that are smaller than the filter, groups, several filters a channel.
-CASES = [
-    fprop((3, 3, 70, 90), (3, 1, 15, 15), groups=3, padding=7), fprop((2, 6, 50, 41), (8, 3, 9, 11), groups=2, bias=False), fprop((1, 1, 40, 200), (1, 1, 31, 17), padding=(15, 3)),
-    dgrad((2, 4, 70, 90), (4, 1, 15, 17), groups=4, padding=(7, 3)), dgrad((1, 6, 33, 40), (6, 3, 9, 11), groups=2), fprop((2, 2, 10, 12), (6, 1, 21, 25), groups=2, padding=15),
-    fprop((3, 2, 5000), (3, 2, 301), padding=150), dgrad((1, 3, 5001), (3, 2, 150), padding=149), fprop((1, 13, 90), (1, 13, 80), padding=((30, 7),)), fprop((4, 70, 66), (4, 1, 63, 60), groups=4),
-]  # fmt: skip
 TILE_OF = dict(zip(CASES, [tile for _ in CASES for tile in TILES], strict=False))
 PLAIN = CASES[0]
 
@@ -111,7 +106,9 @@ def test_integers_are_exact_once_they_are_rounded(device, case):
 
 
 #: Every case in float32; of groups of one channel and of several, one in each other type.
-TYPED = [(case, dtype) for i, case in enumerate(CASES) for dtype in DTYPES if dtype == "float32" or i in (0, 1) or (i, dtype) == (7, "float64")]
+TYPED = [
+    (case, dtype) for i, case in enumerate(CASES) for dtype in DTYPES if dtype == "float32" or i in (0, 1) or (i, dtype) == (7, "float64")
+]
 
 
 @pytest.mark.parametrize(("case", "dtype"), TYPED, ids=str)
@@ -141,7 +138,9 @@ def test_normal_numbers_are_transformed(case):
     assert not flags(case, x, config_of(case)).any()
 
 
-@pytest.mark.parametrize(("case", "parts"), [*((CASES[0], parts) for parts in epilogue.PARTS), (CASES[1], "all"), (CASES[1], "residual")], ids=str)
+@pytest.mark.parametrize(
+    ("case", "parts"), [*((CASES[0], parts) for parts in epilogue.PARTS), (CASES[1], "all"), (CASES[1], "residual")], ids=str
+)
 def test_epilogue(device, case, parts):
     """In results of transforms, and in those of plain sums."""
     config = config_of(case)
@@ -211,7 +210,9 @@ def test_the_documented_bound_is_held_on_a_line(device, tile):
     found = flags(LARGE_LINE, x, config)
     assert found[0, 0].any() and found[1, 1].any() and not found[0, 1].any() and not found[1, 0].any()
     ref = LARGE_LINE.reference(x, w, b)
-    assert_close(run(Plan(LARGE_LINE.problem(algorithm="fft"), device, config=config), x, w, b), ref, bound(LARGE_LINE, x, w, b, ref, config))
+    assert_close(
+        run(Plan(LARGE_LINE.problem(algorithm="fft"), device, config=config), x, w, b), ref, bound(LARGE_LINE, x, w, b, ref, config)
+    )
 
 
 def test_a_transform_alone_would_not_hold_it(device, monkeypatch):
@@ -228,7 +229,9 @@ def test_a_transform_alone_would_not_hold_it(device, monkeypatch):
     assert (np.abs(run(good, x, w, b) - ref) <= allowed).all() and not (np.abs(run(bad, x, w, b) - ref) <= allowed).all()
 
 
-@pytest.mark.parametrize(("case", "value"), [(LARGE, np.inf), (CASES[1], -np.inf), (CASES[4], np.nan), (CASES[4], np.inf), (LARGE_LINE, np.nan)], ids=str)
+@pytest.mark.parametrize(
+    ("case", "value"), [(LARGE, np.inf), (CASES[1], -np.inf), (CASES[4], np.nan), (CASES[4], np.inf), (LARGE_LINE, np.nan)], ids=str
+)
 def test_inf_and_nan_spoil_what_they_reach_and_nothing_else(device, case, value):
     config = Fft(64, 64)
     x, w, b = (None if a is None else a.copy() for a in normals(case))
@@ -242,7 +245,9 @@ def test_inf_and_nan_spoil_what_they_reach_and_nothing_else(device, case, value)
     assert (np.abs(got - clean)[~lost] <= bound(case, x, w, b, clean, config)[~lost]).all()
 
 
-@pytest.mark.parametrize(("case", "value"), [(PLAIN, np.nan), (PLAIN, 1e30), *((CASES[1], value) for value in (np.inf, np.nan, 1e30, 1e-30))], ids=str)
+@pytest.mark.parametrize(
+    ("case", "value"), [(PLAIN, np.nan), (PLAIN, 1e30), *((CASES[1], value) for value in (np.inf, np.nan, 1e30, 1e-30))], ids=str
+)
 def test_a_filter_that_does_not_fit_spoils_no_other(device, case, value):
     x, w, b = (None if a is None else a.copy() for a in normals(case))
     config = Fft(64, 64)
@@ -367,13 +372,6 @@ def test_a_kept_filter_and_a_captured_graph_on_a_gpu(case):
 # ---- transforms in float64 of other arrays, which are checked
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if min(case.weight_shape[2:]) < 63], ids=str)
-def test_integers_are_exact_by_default(device, case):
-    arrays = case.integers("float32")
-    for tile in ((64, 64), (64, 128)):
-        assert_exact(run(Plan(case.problem(), device, config=Fft(*tile)), *arrays), case.reference(*arrays))
-
-
 @pytest.mark.parametrize(("case", "kind"), by_turns([CASES[0], CASES[1], CASES[3], CASES[6]], DISTRIBUTIONS, rounds=2), ids=str)
 def test_elements_are_right_by_default(device, case, kind):
     """Closer to float64 than a sum in float32: half a rounding of the result, and of the sum of magnitudes."""
@@ -411,34 +409,11 @@ def test_inf_and_nan_by_default(device, value):
     assert (abs(got - ref) <= 2.0**-23 * magnitude)[~lost].all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:2] + DTYPES[3:])
-def test_other_types_and_what_follows_the_sums_by_default(device, dtype):
-    if dtype == "bfloat16" and get_device(device).backend == "cuda":
-        pytest.skip("PyCUDA has no arrays of bfloat16")
-    for parts in ("all", "relu"):
-        plan = Plan(epilogue.finishing(CASES[1].problem(dtype), parts), device, config=Fft())
-        epilogue.check(plan, CASES[1], parts, run)
-
-
 # ---- what runs, and what is chosen
 
 
-@pytest.mark.parametrize(
-    ("case", "config", "message"),
-    [
-        (PLAIN, Fft(32, 32), "must be one of"), (fprop((1, 1, 90, 90), (1, 1, 9, 9), stride=2), Fft(), "without stride"),
-        (fprop((1, 1, 90, 90), (1, 1, 9, 9), dilation=2), Fft(), "without stride and dilation"), (fprop((1, 1, 9, 9, 9), (1, 1, 9, 9, 9)), Fft(), "two spatial axes"),
-        (fprop((1, 1, 90, 90), (1, 1, 65, 9)), Fft(), "must fit in a tile"), (fprop((1, 1, 90, 90), (1, 1, 9, 2)), Fft(), "a filter must be larger"),
-        (fprop((0, 1, 90, 90), (1, 1, 9, 9)), Fft(), "nothing to compute"), (fprop((128, 256, 90, 90), (256, 256, 9, 9)), Fft(), "spectra take"),
-    ],
-)  # fmt: skip
-def test_refusals(case, config, message):
-    assert message in engines.refusal(case.problem(algorithm="fft"), config, H200)
-
-
-def test_other_refusals():
+def test_refusals():
     assert "shared memory" in engines.refusal(PLAIN.problem("float64", algorithm="fft"), Fft(128, 128), H200)
-    assert "layouts" in engines.refusal(PLAIN.problem(layout="NHWC", algorithm="fft"), Fft(), H200)
     gradient = ConvProblem.gradient("weight", 2, (1, 1, 90, 90), (1, 1, 15, 15), (1, 1, 76, 76))
     assert "layouts" in engines.refusal(gradient, Fft(), H200)
     with pytest.raises(ValueError, match="shared memory"):  # of a smaller GPU
@@ -492,16 +467,6 @@ def test_launches_of_planes_and_of_the_planner_s_lines_are_on_the_closed_list_of
                         for launch in (one for step in engines.schedule(problem, Fft(*tile), H200).whole for one in step):
                             assert any(launch in family for family in texts), launch
                             assert launch.source()
-
-
-def test_64_bit_offsets_are_exact(device, monkeypatch):
-    """What arrays of 2^31 elements get, on arrays that fit a laptop."""
-    monkeypatch.setattr(fft, "needs_64_bits", lambda *_: True)
-    for case in (CASES[0], CASES[4]):
-        arrays = case.integers("float32")
-        plan = Plan(case.problem(algorithm="fft"), device, config=config_of(case))
-        assert plan.schedule.whole[0][0].defines["INDEX_64"] == 1
-        assert_exact(np.rint(run(plan, *arrays)), case.reference(*arrays))
 
 
 def test_public_functions_take_it(device):

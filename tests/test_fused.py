@@ -169,6 +169,7 @@ def test_a_forward_pass_by_one_launch(kernels, number):
     assert all(map(np.array_equal, *made))
 
 
+@pytest.mark.turns
 @KERNELS
 def test_statistics_without_running_ones_leave_nothing_else(kernels):
     y = kernels.normals()
@@ -226,6 +227,7 @@ def normal_cdf(v):
 BENDS = {"relu6": (0, 6), "hardswish": (-3, 3)}
 
 
+@pytest.mark.turns
 @KERNELS
 @pytest.mark.parametrize("turn", range(2 if driver.why_not() is None else 1))
 def test_activations_beyond_relu(kernels, turn):
@@ -291,13 +293,13 @@ def test_forward(kernels, relu, affine, summed):
     assert mask is None or np.array_equal(mask, mask_of(out, kernels.pixels))
 
 
-#: Every pair of values.
-BACKWARDS = [(relu, summed, of_batch, of_batch == (relu == summed)) for relu in (True, False) for summed in (False, True) for of_batch in (True, False)]
-
-
+@pytest.mark.pairs
 @KERNELS
-@pytest.mark.parametrize(("relu", "summed", "of_batch", "affine"), BACKWARDS)
-def test_backward(kernels, relu, summed, of_batch, affine):
+@pytest.mark.parametrize("of_batch", [True, False])
+@pytest.mark.parametrize("summed", [False, True], ids=["alone", "with a residual"])
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("relu", [True, False])
+def test_backward(kernels, relu, affine, summed, of_batch):
     y, dout, mean, invstd = kernels.normals(1, mean=1), kernels.normals(2), kernels.of_channel(1), kernels.of_channel(2)
     gamma, beta = (-kernels.of_channel(3), kernels.of_channel(4)) if affine else (None, None)
     xhat = (y.astype(np.float64) - kernels.wide(mean)) * kernels.wide(invstd)
@@ -334,6 +336,7 @@ def test_nan_and_infinity_stay_what_they_are(device):
     assert np.array_equal(np.flatnonzero(~np.isfinite(mean)), [2, 4])
 
 
+@pytest.mark.turns
 @KERNELS
 def test_gradients_of_nan_are_as_torch_s(kernels):
     """A ReLU lets them pass, and where statistics were given they stay with their pixels."""
@@ -351,6 +354,7 @@ def test_gradients_of_nan_are_as_torch_s(kernels):
     near(sums[0], np.where(masked, 0, dout).astype(np.float64).sum(kernels.axes), 1e-4)
 
 
+@pytest.mark.turns
 @KERNELS
 def test_the_kernels_twice_give_the_same_bits(kernels):
     y, dout, mean, invstd = kernels.normals(1), kernels.normals(2), kernels.of_channel(1), kernels.of_channel(2)

@@ -187,11 +187,17 @@ def test_mixed_kinds_are_refused():
 
 def test_tensors_on_different_devices_are_refused_in_torch_s_words(torch):
     x, w, b = (torch.from_numpy(a) for a in CASE.integers("float32"))
-    with pytest.raises(ConvArgumentError, match=r"Input type \(torch.cuda.FloatTensor\) and weight type \(torch.FloatTensor\) should be the same"):
+    with pytest.raises(
+        ConvArgumentError, match=r"Input type \(torch.cuda.FloatTensor\) and weight type \(torch.FloatTensor\) should be the same"
+    ):
         pc.conv2d(x.cuda(), w, b)
-    with pytest.raises(ConvArgumentError, match=r"Input type \(torch.FloatTensor\) and weight type \(torch.cuda.FloatTensor\) should be the same"):
+    with pytest.raises(
+        ConvArgumentError, match=r"Input type \(torch.FloatTensor\) and weight type \(torch.cuda.FloatTensor\) should be the same"
+    ):
         pc.conv2d(x, w.cuda(), b)
-    with pytest.raises(ConvArgumentError, match=r"Input type \(torch.cuda.FloatTensor\) and bias type \(torch.FloatTensor\) should be the same"):
+    with pytest.raises(
+        ConvArgumentError, match=r"Input type \(torch.cuda.FloatTensor\) and bias type \(torch.FloatTensor\) should be the same"
+    ):
         pc.conv2d(x.cuda(), w.cuda(), b)
     with pytest.raises(ConvArgumentError, match="out must lie on cuda:0"):
         pc.conv2d(x.cuda(), w.cuda(), b.cuda(), padding=1, out=torch.zeros(CASE.problem().result_shape))
@@ -855,7 +861,9 @@ def test_a_bound_filter_s_numbers_outside_the_limbs_come_out_right_too(torch, pa
 def test_bound_filters_on_streams_and_in_graphs(torch, packings, dtype, layout):
     case = PACKED["forward"]
     plan = packing_plan(case, dtype, layout=layout)
-    sets = [[torch.randint(-2, 3, t.shape).to(getattr(torch, dtype)).cuda() for t in map(torch.from_numpy, case.normals("float32", seed))] for seed in range(3)]
+    sets = [[
+        torch.randint(-2, 3, t.shape).to(getattr(torch, dtype)).cuda() for t in map(torch.from_numpy, case.normals("float32", seed))
+    ] for seed in range(3)]
     w, b = sets[0][1:]
     wrap = channels_last if layout == "NHWC" else lambda t: t
     sources = [wrap(s[0]) for s in sets]

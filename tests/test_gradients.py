@@ -16,9 +16,7 @@ from pycuda_conv import ConvProblem, Plan
 from pycuda_conv.engines.direct import direct
 from pycuda_conv.engines.direct.direct import Dgrad, Wgrad
 from pycuda_conv.engines.direct.gemm import Gemm
-from pycuda_conv.engines.hopper import gemm as implicit_gemm
 from pycuda_conv.engines.hopper.gemm import ImplicitGemm
-from pycuda_conv.engines.mma.gemm import ImplicitGemm80
 from pycuda_conv.runtime import get_device
 
 OF = ["input", "weight"]
@@ -153,7 +151,9 @@ def test_random_problems(device, data, of, ndim):
 
     options = {"stride": each(1, 3), "padding": each(0, 3), "dilation": each(1, 3), "groups": groups}
     filter_size = each(1, 3)
-    size = tuple(max(n, d * (f - 1) + 1 - 2 * p) for n, d, f, p in zip(each(1, 9), options["dilation"], filter_size, options["padding"], strict=True))
+    size = tuple(
+        max(n, d * (f - 1) + 1 - 2 * p) for n, d, f, p in zip(each(1, 9), options["dilation"], filter_size, options["padding"], strict=True)
+    )
     x, w, dy = arrays(integers, (draw(st.integers(1, 4)), c, *size), (k, c // groups, *filter_size), "float32", **options)
     assert_exact(call(of, x, w, dy, device, **options), gradient(of, x, w, dy, **options))
 
@@ -176,7 +176,10 @@ def test_sums_in_parts(device, config, groups):
 @pytest.mark.parametrize("stride", [1, 2])
 def test_long_sums_of_few_channels_are_cut(device, stride):
     """One chain of so many products would be off by more than twice as much."""
-    dy, w = (rng.standard_normal(shape).astype("f") for rng, shape in ((np.random.default_rng(1), (1, 2048, 6, 6)), (np.random.default_rng(2), (2048, 1, 3, 3))))
+    dy, w = (
+        rng.standard_normal(shape).astype("f") for rng,
+        shape in ((np.random.default_rng(1), (1, 2048, 6, 6)), (np.random.default_rng(2), (2048, 1, 3, 3)))
+    )
     problem = ConvProblem.transposed(2, dy.shape, w.shape, stride=stride)
     got = run(Plan(problem, device, config=Dgrad(128, 16, 1)), dy, w)
     ref = torch.nn.functional.conv_transpose2d(*(torch.from_numpy(a).double() for a in (dy, w)), stride=stride).numpy()
@@ -186,7 +189,9 @@ def test_long_sums_of_few_channels_are_cut(device, stride):
 def off(config, device, problem, *operands) -> float:
     """How far a result is from float64, of its norm."""
     got = run(Plan(problem, device, config=config), *operands)
-    ref = {"fprop": torch.nn.functional.conv2d, "dgrad": torch.nn.functional.conv_transpose2d}[problem.direction](*(torch.from_numpy(a).double() for a in operands)).numpy()
+    ref = {
+        "fprop": torch.nn.functional.conv2d, "dgrad": torch.nn.functional.conv_transpose2d
+    }[problem.direction](*(torch.from_numpy(a).double() for a in operands)).numpy()
     return np.linalg.norm(got - ref) / np.linalg.norm(ref)
 
 
@@ -280,61 +285,24 @@ def test_device_arrays(of, kind):
     assert_exact(got, gradient(of, x, w, dy, padding=1))
 
 
-# ---- the tensor cores' engine
-
-#: Convolutions (input, filter, options) whose filter's gradient it computes: batches that fill loads or don't, folded rows, every rank.
-CASES = [
-    ((32, 20, 9, 8), (40, 20, 3, 3), {"padding": 1}), ((16, 24, 5, 6), (70, 24, 3, 2), {"padding": (1, 0), "stride": 2}),
-    ((5, 20, 9, 8), (40, 20, 3, 3), {"padding": 1}), ((64, 8, 6, 6), (9, 8, 1, 1), {}), ((3, 5, 30), (6, 5, 4), {"padding": 2, "stride": 3, "dilation": 2}),
-    ((2, 3, 20, 140), (10, 3, 7, 7), {"stride": 2, "padding": 3}), ((16, 4, 4, 5, 6), (9, 4, 3, 2, 3), {"padding": (1, 0, 2)}),
-    ((32, 40, 6, 7), (130, 20, 3, 3), {"padding": 1, "groups": 2}), ((5, 48, 8, 8), (24, 16, 3, 2), {"stride": 2, "groups": 3}), ((17, 12, 30), (20, 3, 3), {"groups": 4}),
-    ((70, 16, 5, 5), (130, 16, 3, 3), {"dilation": 2, "padding": 2}), ((33, 7, 1, 1), (5, 7, 1, 1), {}), ((24, 6, 40), (8, 6, 5), {"stride": 2}),
-]  # fmt: skip
-MODES = {"fp32": ("float32", "fp32"), "tf32": ("float32", "tf32"), "fp16": ("float16", "fp32"), "bf16": ("bfloat16", "fp32")}
-MODES = {name: mode for name, mode in MODES.items() if mode[0] in DTYPES}
-TILES = [ImplicitGemm(64, 32, 2, 1), ImplicitGemm(128, 24, 2, 3)]
+# ---- the tensor cores' engine; tests/cases/hopper_gemm.py has its gradients of filters
 
 
-def filters_problem(x_shape, w_shape, options, mode) -> ConvProblem:
-    dtype, precision = MODES[mode]
-    y_shape = ConvProblem.forward(len(w_shape) - 2, x_shape, w_shape, **options).result_shape
-    return ConvProblem.gradient("weight", len(w_shape) - 2, x_shape, w_shape, y_shape, **options, dtype=dtype, precision=precision)
+WHOLE_IMAGES = (16, 20, 5, 6), (40, 20, 3, 3), {"padding": 1}  # a batch that fills loads
 
 
-#: Each case in every second mode.
-PLANNED = [(case, mode) for i, case in enumerate(CASES) for j, mode in enumerate(MODES) if (i + j) % 2 == 0]
-
-
-@pytest.mark.parametrize(("case", "mode"), PLANNED, ids=str)
-def test_the_plan_computes_the_gradient_by_the_filter(case, mode):
-    x_shape, w_shape, options = case
-    problem = filters_problem(*case, mode)
-    x, w, dy = arrays(integers, x_shape, w_shape, problem.dtype, **options)
-    ref = gradient("weight", x, w, dy, **options)
-    config = TILES[PLANNED.index((case, mode)) % len(TILES)]
-    assert implicit_gemm.refusal(problem.launched, config) is None
-    assert_exact(simt.computed(problem.launched, config, x, dy), ref, config)
-
-
-@pytest.mark.parametrize("scale", [1e-6, 2.0**-40, 1.0, 3e5])
+@pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
+@pytest.mark.parametrize("scale", [2.0**-40, 3e5])
 @pytest.mark.parametrize("of", OF)
 def test_gradients_of_any_magnitude_keep_their_bits(of, scale):
     """The scale of dy is guessed from a sample: a power of two changes nothing but the exponents."""
-    x_shape, w_shape, options = CASES[0]
+    x_shape, w_shape, options = WHOLE_IMAGES
     x, w, dy = arrays(normals, x_shape, w_shape, "float32", **options)
-    problem = ConvProblem.gradient(of, 2, x_shape, w_shape, dy.shape, **options).launched
-    scale = np.float32(2.0 ** round(np.log2(scale)))
+    problem, scale = ConvProblem.gradient(of, 2, x_shape, w_shape, dy.shape, **options).launched, np.float32(2.0 ** round(np.log2(scale)))
     one, other = (
-        simt.computed(problem, TILES[0], *((grad, w) if of == "input" else (x, grad))) for grad in (dy, dy * scale)
+        simt.computed(problem, ImplicitGemm(64, 32, 2, 1), *((grad, w) if of == "input" else (x, grad))) for grad in (dy, dy * scale)
     )
     assert np.array_equal(one * scale, other)
-
-
-GPU_RUNS = [
-    (case, mode, config) for case in CASES for mode, config in zip(
-        MODES, (ImplicitGemm(64, 128, 3, 1), ImplicitGemm(128, 64, 4, 5), ImplicitGemm(128, 128, 4, 1), ImplicitGemm(64, 64, 4, 16)), strict=False)
-]  # fmt: skip
-GPU_RUNS += [(case, mode, config) for case in (*CASES[:6], CASES[7]) for mode, config in (("fp32", ImplicitGemm80(64, 64, 3, 1)), ("fp16", ImplicitGemm80(128, 128, 3, 4)))]
 
 
 @pytest.fixture(scope="module")
@@ -348,30 +316,12 @@ def launched():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("run", GPU_RUNS, ids=str)
-def test_the_gradient_by_the_filter_on_tensor_cores(launched, run):
-    (x_shape, w_shape, options), mode, config = run
-    problem = filters_problem(x_shape, w_shape, options, mode)
-    plan = Plan(problem, "cuda", config=config)
-    x, w, dy = arrays(integers, x_shape, w_shape, problem.dtype, **options)
-    assert_exact(launched(plan, x, dy), gradient("weight", x, w, dy, **options), plan)
-    x, w, dy = arrays(normals, x_shape, w_shape, problem.dtype, **options)
-    ref = gradient("weight", x, w, dy, **options)
-    allowed = bound("weight", x, w, dy, ref, problem.dtype, **options)
-    if mode == "tf32":
-        allowed += 2.0**-9 * gradient("weight", abs(x), abs(w), abs(dy), **options)
-    first = launched(plan, x, dy)
-    assert_close(first, ref, allowed, plan)
-    assert first.tobytes() == launched(plan, x, dy).tobytes()
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("value", [np.inf, np.nan, 1e30, 1e-30, 2.0**-140])
 @pytest.mark.parametrize("where", ["x", "dy"])
 @pytest.mark.parametrize("of", OF)
 def test_what_does_not_fit_the_limbs(launched, of, where, value):
     """It is computed in plain fp32, and what does not depend on it keeps its bits."""
-    x_shape, w_shape, options = CASES[0]
+    x_shape, w_shape, options = WHOLE_IMAGES
     x, w, dy = arrays(normals, x_shape, w_shape, "float32", **options)
     plan = Plan(ConvProblem.gradient(of, 2, x_shape, w_shape, dy.shape, **options), "cuda", config=ImplicitGemm(64, 128, 3, 1))
 

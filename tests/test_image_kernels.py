@@ -113,7 +113,9 @@ def test_bands_give_the_bits_of_the_whole(monkeypatch, seed):
         cut += len(found) > 1
         made = []
         for band in found:
-            there = x.copy() if x.dtype.kind != "f" else np.where(np.arange(len(x)).reshape(-1, *[1] * (x.ndim - 1)) < band.needed, x, np.nan).astype(x.dtype)
+            there = x.copy() if x.dtype.kind != "f" else np.where(
+                np.arange(len(x)).reshape(-1, *[1] * (x.ndim - 1)) < band.needed, x, np.nan
+            ).astype(x.dtype)
             made.append(whole(self, there if band.whole else there[band.begin : band.end], band.terms, value, output, None))
         result = np.concatenate(made)
         if target is not None:

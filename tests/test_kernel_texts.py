@@ -190,7 +190,9 @@ def test_opencl_has_one_text_for_all_that_follows_a_batch_norm(residual, activat
     opencl, pixels = device_of("opencl"), batch_norm.Pixels("float32", "NHWC", 2, 64, 49)
     (launch,), _ = batch_norm.forward(pixels, 2, activation, residual)
     plain, _ = batch_norm.channel_sums(pixels, 2)
-    assert [one.source() for one in batch_norm.for_device([launch], opencl)] == [one.source() for one in batch_norm.for_device(plain[:1], opencl)]
+    assert [one.source() for one in batch_norm.for_device([launch], opencl)] == [
+        one.source() for one in batch_norm.for_device(plain[:1], opencl)
+    ]
     assert any(one in family for family in families("opencl") for one in batch_norm.for_device([launch], opencl))
 
 

@@ -400,7 +400,10 @@ def test_a_read_of_an_operand_that_is_not_there_is_found(name):
 
 
 @pytest.mark.parametrize("mode", ["fp64", "fp64 last"])
-@pytest.mark.parametrize("case", [fprop((2, 24, 8, 8), (40, 24, 1, 1)), fprop((2, 24, 8, 8), (40, 24, 1, 1), stride=2), dgrad((2, 40, 8, 8), (40, 24, 1, 1)), dgrad((2, 7, 4, 4), (7, 9, 2, 2), stride=2)], ids=str)
+@pytest.mark.parametrize("case", [
+    fprop((2, 24, 8, 8), (40, 24, 1, 1)), fprop((2, 24, 8, 8), (40, 24, 1, 1), stride=2), dgrad((2, 40, 8, 8), (40, 24, 1, 1)),
+    dgrad((2, 7, 4, 4), (7, 9, 2, 2), stride=2)
+], ids=str)
 def test_a_filter_of_one_tap_is_read_as_it_lies(case, mode):
     schedule = dmma.schedule(asked(case, mode), Dmma(), H200)
     (launch,) = (launch for launches in schedule.whole for launch in launches)
@@ -451,7 +454,9 @@ def test_candidates_of_a_layer_with_a_part_of_the_epilogue_are_measured():
 def test_gradients_of_filters_of_float32_are_made_as_their_arrays_lie():
     """No copy in NCHW is asked for; other types and other directions take no way round."""
     problem, config = asked(of_via.FILTERS[0], "fp32"), of_via.LAST[0][2]
-    assert all(type(config) is ViaNchw for *_, config in of_via.LAST) and len({config.DELEGATE.partition("(")[0] for *_, config in of_via.RUNS}) > 5
+    assert all(type(config) is ViaNchw for *_, config in of_via.LAST) and len(
+        {config.DELEGATE.partition("(")[0] for *_, config in of_via.RUNS}
+    ) > 5
     assert as_called(problem, H200) == problem and engines.refusal(problem, config, H200) is None
     assert vn.choose(of_via.FILTERS[0].problem("float32", "NHWC").launched, H200) is None
     assert engines.refusal(of_via.FILTERS[0].problem("float32", "NCHW"), config, H200) is not None
@@ -475,7 +480,10 @@ def test_matrices_are_transposed(nbytes, vectors):
         arrays = [np.random.default_rng(one.rows).integers(1, 1 << 8 * nbytes, (3, one.rows, one.columns), kind) for one in both]
         launches = [one.launch(2 * i, 2 * i + 1) for i, one in enumerate(both)]
         met.update((launch.arguments.vector, launch.arguments.wide, launch.arguments.row_bits) for launch in launches)
-        pairs = ((np.frombuffer(array.tobytes(), np.uint8).copy(), np.full(one.nbytes, 0xFF, np.uint8)) for one, array in zip(both, arrays, strict=True))
+        pairs = (
+            (np.frombuffer(array.tobytes(), np.uint8).copy(), np.full(one.nbytes, 0xFF, np.uint8)) for one,
+            array in zip(both, arrays, strict=True)
+        )
         memory = SimpleNamespace(buffers=[buffer for pair in pairs for buffer in pair])
         simt.run([[vn._together(*launches) if len(both) == 2 else launches[0]]], memory, 1)
         for i, (one, array) in enumerate(zip(both, arrays, strict=True)):
@@ -493,14 +501,20 @@ def test_matrices_are_transposed(nbytes, vectors):
 
 def test_buffers_that_are_transposed_lie_in_the_workspace():
     """The delegate's launches meet none of the arrays themselves, and none of each other's memory."""
-    problem, config = replace(asked(of_via.BASE, "fp16"), has_residual=True), ViaNhwc(str(engines.choose(asked(of_via.BASE, "fp16 last"), H200)))
-    made, delegate = engines.schedule(problem, config, H200), engines.schedule(replace(problem, layout="NHWC"), parsed(config.DELEGATE), H200)
+    problem, config = replace(asked(of_via.BASE, "fp16"), has_residual=True), ViaNhwc(
+        str(engines.choose(asked(of_via.BASE, "fp16 last"), H200))
+    )
+    made, delegate = engines.schedule(problem, config, H200), engines.schedule(
+        replace(problem, layout="NHWC"), parsed(config.DELEGATE), H200
+    )
     first, *rest, last = made.steps
     assert [launch.kernel for launch in (*first, *last)] == ["via_nhwc"] * 3 and len(rest) == len(delegate.steps)
     assert last[0].buffers[1] == RESULT and made.filter_bytes == delegate.filter_bytes and made.workspace_bytes >= delegate.workspace_bytes + 2 * sum(np.prod(shape) for shape in (problem.input_shape, problem.result_shape, problem.result_shape))
     for step in rest:
         for launch in step:
-            places = [place if isinstance(place, tuple) else (place, 0) for place in launch.buffers] + [(described.buffer, described.offset) for described in launch.maps]
+            places = [
+                place if isinstance(place, tuple) else (place, 0) for place in launch.buffers
+            ] + [(described.buffer, described.offset) for described in launch.maps]
             assert not {vn.INPUT, vn.RESIDUAL, vn.RESULT} & {buffer for buffer, _ in places}
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import simt
 from reference import NVCC, all_texts, fprop, needs_nvcc, nvcc_of, python, reference, spills, with_headers
 
 import pycuda_conv as pc
@@ -305,11 +306,26 @@ def texts_of(file: Path) -> dict[tuple[str, int], tuple[str, str]]:
     return {(arch, dtype): (f"#define DTYPE {dtype}\n{text}" if dtypes else text, arch) for arch, dtype in variants}
 
 
+#: Of the tensor cores' kernels tests/cases name texts that nvcc compiles, the widest of each.
+OF_CASES = [file for file in OF_NVCC if file.parent.name in ("mma", "hopper")]
+OTHERS = [file for file in OF_NVCC if file not in OF_CASES or all_texts]
+
+
+@pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
+def test_kernel_files_of_tensor_cores_are_whole_by_hand():
+    """With the values that they give themselves: g++ reads them, in a tenth of nvcc's time."""
+    for file in OF_CASES:
+        text = simt.text_of([named(file)], file.read_text())
+        command = [str(simt.CXX), *simt.FLAGS, "-fsyntax-only", "-I", str(simt.HERE), "-x", "c++", "-"]
+        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=900, check=False)
+        assert done.returncode == 0, f"{file}:\n{done.stderr[:2000]}"
+
+
 @needs_nvcc
-@pytest.mark.parametrize("first", range(0, len(OF_NVCC), 14), ids=lambda first: OF_NVCC[first].name)
+@pytest.mark.parametrize("first", range(0, len(OTHERS), 14), ids=lambda first: OTHERS[first].name)
 def test_kernel_files_compile_by_hand_and_do_not_spill(first):
     """With the values they give themselves; between them for every dtype, the oldest and newest GPUs. Together, which takes less time."""
-    texts = {(named(file), *variant): text for file in OF_NVCC[first : first + 14] for variant, text in texts_of(file).items()}
+    texts = {(named(file), *variant): text for file in OTHERS[first : first + 14] for variant, text in texts_of(file).items()}
     for (name, arch, dtype), result in zip(texts, nvcc_of(list(texts.values())), strict=True):
         what = f"{name}, {arch}, DTYPE={dtype}:\n{result.stderr}"
         assert result.returncode == 0 and "warning" not in result.stderr, what

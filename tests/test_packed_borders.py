@@ -31,7 +31,9 @@ class Drawn:
         taps = [int(n) for n in rng.integers(2, 4, ndim)]
         self.pads = tuple((int(a), int(b)) for a, b in rng.integers(0, 4, (ndim, 2)))
         self.modes = tuple((str(a), str(b)) for a, b in rng.choice(NEAR, (ndim, 2)))
-        if all(mode == "zeros" or not n for pair, pads in zip(self.modes, self.pads, strict=True) for mode, n in zip(pair, pads, strict=True)):
+        if all(
+            mode == "zeros" or not n for pair, pads in zip(self.modes, self.pads, strict=True) for mode, n in zip(pair, pads, strict=True)
+        ):
             self.pads, self.modes = ((1, 2), *self.pads[1:]), (("reflect", "circular"), *self.modes[1:])
         self.options = {"stride": tuple(map(int, rng.integers(1, 3, ndim))), "dilation": tuple(map(int, rng.integers(1, 3, ndim)))}
         size = [max(n, 2 * t) for n, t in zip(size, taps, strict=True)]
@@ -53,7 +55,9 @@ class Drawn:
             return reference(False, self.ndim, wide, w, **self.options)
         torch = pytest.importorskip("torch")
         name = f"conv{self.ndim}d_weight"
-        return getattr(torch.nn.grad, name)(torch.from_numpy(wide), w.shape, torch.from_numpy(dy.astype(np.float64)), **self.options).numpy()
+        return getattr(torch.nn.grad, name)(
+            torch.from_numpy(wide), w.shape, torch.from_numpy(dy.astype(np.float64)), **self.options
+        ).numpy()
 
 
 def drawn_for(inner, seed: int, *args) -> tuple[Drawn, engines.Bordered]:
@@ -114,8 +118,12 @@ def test_what_is_computed_again_reads_the_border(layout, direction, config, kind
 def test_borders_that_packing_leaves_to_a_copy():
     """Numbers that fill, and what goes on beyond the image's other end."""
     for mode, pad in (("constant", 1), ("circular", 9), ("reflect", 8)):
-        problem = ConvProblem.forward(2, (2, 16, 8, 8), (24, 16, 3, 3), padding=pad, padding_mode=mode, padding_value=float(mode == "constant"))
-        kernels = [step.kernel for stage in program_of(problem, engines.Bordered(str(engines.ImplicitGemm(64, 64, 2))), 3).whole for step in stage]
+        problem = ConvProblem.forward(
+            2, (2, 16, 8, 8), (24, 16, 3, 3), padding=pad, padding_mode=mode, padding_value=float(mode == "constant")
+        )
+        kernels = [
+            step.kernel for stage in program_of(problem, engines.Bordered(str(engines.ImplicitGemm(64, 64, 2))), 3).whole for step in stage
+        ]
         assert kernels[0] in COPIES
     assert set(NUMPYS) == set(borders.MODES)
 
@@ -267,7 +275,9 @@ def test_small_planes_get_their_border_and_give_it_back(seed):
         want, operands, kernel = reference(False, 2, wide, w, groups=c), (x, w), "border_planes_copy"
     else:
         problem = ConvProblem.gradient("input", 2, x_shape, w_shape, problem.result_shape, **given)
-        want, operands, kernel = drawn.by_torch(np.zeros(x_shape), w.astype(np.float64), dy.astype(np.float64))[0], (dy, w), "border_planes_fold"
+        want, operands, kernel = drawn.by_torch(
+            np.zeros(x_shape), w.astype(np.float64), dy.astype(np.float64)
+        )[0], (dy, w), "border_planes_fold"
     inner = engines.Batched() if direction == "fprop" else engines.Dgrad()
     config = engines.Bordered(str(inner))
     assert registry.refusal(problem, config, Target("sm_90a")) is None
@@ -368,7 +378,9 @@ def test_rims_that_are_not_finite_are_summed_again():
         x[0, 3, 0, 2], x[1, 5, 3, 0], x[1, :, 5], w[2] = np.inf, np.nan, 1e36, w[2] * 1e-20
         drawn.ndim, drawn.pads, drawn.modes, drawn.value, drawn.options = 2, ((1, 1),) * 2, (("reflect",) * 2,) * 2, 0.0, {}
         with np.errstate(all="ignore"):
-            want, size = (drawn.by_torch(one(x).astype(float), one(w).astype(float), one(x).astype(float) if gradient else None) for one in (np.asarray, abs))
+            want, size = (drawn.by_torch(
+                one(x).astype(float), one(w).astype(float), one(x).astype(float) if gradient else None
+            ) for one in (np.asarray, abs))
             want, size = (want[0], size[0]) if gradient else (want, size)
             got = simt.computed(problem, engines.Rims(str(engines.ImplicitGemm80(64, 128, 4))), x, w)
             wrong = ~((abs(got - want) <= 1e-6 * size) | (np.isnan(got) & np.isnan(want)) | (got == want.astype("float32")))

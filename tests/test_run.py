@@ -22,7 +22,7 @@ import pycuda_conv as pc
 from pycuda_conv.interrupt import INTERRUPTED
 from pycuda_conv.runtime import get_device
 from pycuda_conv.timing import Effort
-from pycuda_conv.tools import bench, run
+from pycuda_conv.tools import run
 from pycuda_conv.tools.benchmarks import hostbench, peaks
 from pycuda_conv.tools.terminal import OK, UNUSABLE
 

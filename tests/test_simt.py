@@ -51,7 +51,9 @@ def test_rows_are_as_narrow_as_a_tap_s_last_channels(case, mode, config):
 # ---- hopper/gemm.cu, pack.cu, direct/gemm.cu, direct/reduce.cu
 
 
-@pytest.mark.parametrize("case", [fprop((2, 6, 9), (8, 3, 4), stride=2, groups=2), dgrad((2, 24, 5, 6), (24, 12, 3, 3), stride=2, padding=1)], ids=str)
+@pytest.mark.parametrize(
+    "case", [fprop((2, 6, 9), (8, 3, 4), stride=2, groups=2), dgrad((2, 24, 5, 6), (24, 12, 3, 3), stride=2, padding=1)], ids=str
+)
 def test_plain_products_read_a_filter_with_its_channels_last(case):
     check(case, "fp32 last", Gemm(64, 64, 16, 8, 4, 4), (1,), filter_last=True)
 
@@ -68,7 +70,9 @@ FINISHED = [
 def test_kernels_that_know_the_layer_finish_a_sum(case, mode, config):
     """Bias, scale, residual and ReLU; then other activations, with a residual and without."""
     number = FINISHED.index((case, mode, config))
-    check_epilogue(case, mode, config, [ACTIVATIONS[(2 * number + i) % len(ACTIVATIONS)] for i in range(2)], partial(simt.computed, constants=True))
+    check_epilogue(
+        case, mode, config, [ACTIVATIONS[(2 * number + i) % len(ACTIVATIONS)] for i in range(2)], partial(simt.computed, constants=True)
+    )
 
 
 # ---- batch_norm.cu, with the loads that only CUDA has
@@ -87,7 +91,9 @@ def launched(made, *arrays):
     """What launches leave in these arrays, or None, where a number stands for so many bytes."""
     (steps, workspace), given = made, []
     for array in arrays:
-        given.append(None if array is None else np.full(array, 0xFF, np.uint8) if isinstance(array, int) else array.reshape(-1).view(np.uint8))
+        given.append(
+            None if array is None else np.full(array, 0xFF, np.uint8) if isinstance(array, int) else array.reshape(-1).view(np.uint8)
+        )
     memory = SimpleNamespace(buffers=[*given, np.full(workspace, 0xFF, np.uint8)])
     simt.run([steps], memory, 1)
     return memory.buffers
@@ -101,7 +107,9 @@ def test_statistics_of_moments_that_a_convolution_noted(redone, many, monkeypatc
     pixels, per = batch_norm.Pixels("bfloat16", "NHWC", 3, 24, 50), 64
     given = (np.random.default_rng(0).standard_normal((pixels.N * pixels.plane, pixels.K)) + 1).astype(pixels.dtype)
     y = given.astype(float)
-    parts = np.array([[part.mean(0), ((part - part.mean(0)) ** 2).sum(0)] for part in (y[i : i + per] for i in range(0, len(y), per))], np.float32)
+    parts = np.array(
+        [[part.mean(0), ((part - part.mean(0)) ** 2).sum(0)] for part in (y[i : i + per] for i in range(0, len(y), per))], np.float32
+    )
     workspace = np.concatenate([np.zeros(64, np.float32), np.nan * parts.ravel() if redone else parts.ravel()])
     workspace.view(np.int32)[1] = redone  # the second block has
     moments = Moments(1, len(y), per, pixels.K, parts=256, redone=0, blocks=2)
@@ -129,7 +137,9 @@ def test_batch_norm_with_a_residual(pixels, monkeypatch):
     axes, wide = ((0, 1), lambda v: v) if pixels.layout == "NHWC" else ((0, 2), lambda v: v[:, None])
     exact = y.astype("d")
     mean, invstd = exact.mean(axes), 1 / np.sqrt(exact.var(axes) + 1e-5)
-    *_, found_mean, found_invstd, _, _, counted, _ = launched(batch_norm.statistics(pixels, 3, 1e-5, 0.1), y, None, 4 * pixels.K, 4 * pixels.K, None, None, np.array([41]))
+    *_, found_mean, found_invstd, _, _, counted, _ = launched(
+        batch_norm.statistics(pixels, 3, 1e-5, 0.1), y, None, 4 * pixels.K, 4 * pixels.K, None, None, np.array([41])
+    )
     assert counted.view(np.int64)[0] == 42
     assert_close(found_mean.view("f"), mean, np.full_like(mean, 1e-6))
     assert_close(found_invstd.view("f"), invstd, 1e-5 * invstd)
@@ -139,7 +149,10 @@ def test_batch_norm_with_a_residual(pixels, monkeypatch):
     number = PIXELS.index(pixels)
     for added in (None, residual)[number % 2 :: 2]:  # by turns
         expected = out if added is not None else np.maximum(xhat * wide(gamma) + wide(beta), 0)
-        *_, got, mask, _ = launched(batch_norm.forward(pixels, 3, "relu", added is not None), y, *of_channel, added, y.nbytes, None if added is None else pixels.items)
+        *_, got, mask, _ = launched(
+            batch_norm.forward(pixels, 3, "relu", added is not None), y, *of_channel, added, y.nbytes,
+            None if added is None else pixels.items
+        )
         got = got.view(y.dtype).reshape(y.shape)
         assert_close(got, expected, EPS[pixels.dtype] * np.abs(expected) + 1e-5)
         assert added is None or np.array_equal(mask, mask_of(got, pixels))
@@ -170,9 +183,15 @@ def test_a_batch_norm_by_one_launch(pixels, monkeypatch):
     each, running = 4 * pixels.K, rng.uniform(0.5, 2, (2, pixels.K)).astype("f")
     tracked, added = (np.array([3]), residual) if number % 2 else (None, None)
     apart = launched(batch_norm.statistics(pixels, 3, 1e-5, 0.1), y, tracked, each, each, *running.copy(), np.array([41]))
-    out = launched(batch_norm.forward(pixels, 3, "relu", added is not None), y, *apart[2:4], gamma, beta, added, y.nbytes, None if added is None else pixels.items)[6:8]
+    out = launched(
+        batch_norm.forward(pixels, 3, "relu", added is not None), y, *apart[2:4], gamma, beta, added, y.nbytes,
+        None if added is None else pixels.items
+    )[6:8]
     whole = batch_norm.whole_forward(pixels, 3, 1e-5, 0.1, "relu", added is not None)
-    together = launched(whole, y, tracked, gamma, beta, added, each, each, *running.copy(), np.array([41]), y.nbytes, None if added is None else pixels.items)
+    together = launched(
+        whole, y, tracked, gamma, beta, added, each, each, *running.copy(), np.array([41]), y.nbytes,
+        None if added is None else pixels.items
+    )
     assert all(map(np.array_equal, together[5:10], apart[2:7])) and all(map(np.array_equal, together[10:12], out))
     summed = number == 1
     given = y, residual, *running, gamma, beta, *((out[1], y.nbytes, 2 * each, y.nbytes) if summed else (None, y.nbytes, 2 * each, None))
@@ -274,16 +293,24 @@ extern "C" __global__ void along_rows(const __grid_constant__ CUtensorMap map_a,
 """
 
 
-@pytest.mark.parametrize(("dtype", "columns", "span"), [("float16", 128, 128), ("bfloat16", 96, 128), ("float16", 96, 64), ("float16", 48, 32)])
+@pytest.mark.parametrize(
+    ("dtype", "columns", "span"), [("float16", 128, 128), ("bfloat16", 96, 128), ("float16", 96, 64), ("float16", 48, 32)]
+)
 def test_both_operands_along_their_rows(dtype, columns, span):
     if dtype not in DTYPES:
         pytest.skip("numpy does not know bfloat16 here")
     rng = np.random.default_rng(columns)
     a, b = (rng.integers(-8, 9, (64, n)).astype(dtype) for n in (64, columns))
     memory = SimpleNamespace(buffers=[np.frombuffer(v.tobytes(), np.uint8) for v in (a, b, np.full((64, columns), np.nan, np.float32))])
-    maps = tuple(TensorMap(i, 0, (v.shape[1], 64, 1), (2 * v.shape[1], 128 * v.shape[1]), (span // 2, 64, 1), span, dtype) for i, v in enumerate((a, b)))
+    maps = tuple(
+        TensorMap(i, 0, (v.shape[1], 64, 1), (2 * v.shape[1], 128 * v.shape[1]), (span // 2, 64, 1), span, dtype) for i,
+        v in enumerate((a, b))
+    )
     source = f'#define COLUMNS {columns}\n#define SPAN {span}\n#define TYPE {16 if dtype == "float16" else 17}\n{ALONG_ROWS}'
-    step = SimpleNamespace(kernel="along_rows", source=lambda: source, maps=maps, buffers=(2,), numbers=(), grid=1, block=128, shared=1024 + 128 * (64 + columns + 64))
+    step = SimpleNamespace(
+        kernel="along_rows", source=lambda: source, maps=maps, buffers=(2,), numbers=(), grid=1, block=128,
+        shared=1024 + 128 * (64 + columns + 64)
+    )
     simt.run([[step]], memory)
     assert_exact(memory.buffers[2].view(np.float32).reshape(64, columns), a.T.astype(float) @ b.astype(float))
 

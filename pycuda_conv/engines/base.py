@@ -11,12 +11,12 @@ from typing import Any, ClassVar, Protocol, TypeVar
 from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.schedule import Schedule
 from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.variants import FLAG, VariantSet
+from pycuda_conv.engines.variants import FLAG, VariantSet, fixed
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
 #: What every engine needs stands here too.
-__all__ = ["FLAG", "Config", "ConvProblem", "Device", "KernelLaunch", "Schedule", "VariantSet", "costs", "kernel_struct"]
+__all__ = ["FLAG", "Config", "ConvProblem", "Device", "KernelLaunch", "Schedule", "VariantSet", "costs", "fixed", "kernel_struct"]
 
 C = TypeVar("C", bound="Config")
 
@@ -127,10 +127,7 @@ class Engine(Protocol):
 
     @property
     def MOST_VARIANTS(self) -> Mapping[str, int]:
-        """By a device's backend, the most texts that :meth:`variants` may give, not counting those for arrays of 2^31 elements.
-
-        Each text takes a second or two to compile, for everybody who compiles all of them.
-        """
+        """By a device's backend, the most texts that :meth:`variants` may give, not counting those for arrays of 2^31 elements."""
 
     def unsupported(self, device: Device) -> str | None:
         """Why the engine can't run on `device`, or None if it can."""
@@ -154,10 +151,7 @@ class Engine(Protocol):
         """The launches of `config`, which can run `problem`; with `with_moments` they compute the moments of the result, if they can."""
 
     def sum_order(self, problem: ConvProblem, config: Any) -> Hashable:
-        """Equal for configurations that add the same numbers in the same order, so that their results have the same bits.
-
-        Whatever might change a bit belongs in it; when in doubt, include it.
-        """
+        """Equal for configurations that add the same numbers in the same order, so that their results have the same bits."""
 
     def variants(self, device: Device) -> Iterable[VariantSet]:
         """All texts of its own kernels that problems of any kind may ask for on such a device."""

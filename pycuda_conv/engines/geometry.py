@@ -330,7 +330,7 @@ def phases(problem: ConvProblem) -> tuple[Phase, ...]:
     if problem.direction == "fprop":
         zero, one = (0, 0, 0), (1, 1, 1)
         whole = Phase(
-            problem.output_size, zero, one, problem.filter_size, zero, one, problem.stride, problem.padding_before, problem.dilation
+            problem.output_size, zero, one, problem.filter_size, zero, one, problem.stride, problem.padding_before, problem.dilation,
         )
         return (whole,)
     few = few_have_taps(problem)

@@ -95,8 +95,7 @@ def arithmetic(problem: ConvProblem, phase: Phase, split: bool) -> dict[str, int
         neighbours = math.prod(phase.size) * (problem.N if problem.layout == "CNHW" else 1) if dense else 1
     return {
         "PRODUCTS": products(problem), "BF16": int(problem.dtype == "bfloat16"), "OUT": FLOAT if split else ELEMENTS[problem.dtype],
-        "NHWC": int(nhwc),
-        "VEC": 4 if neighbours % 4 == 0 else 1, "DENSE": int(dense),
+        "NHWC": int(nhwc), "VEC": 4 if neighbours % 4 == 0 else 1, "DENSE": int(dense),
     }
 
 

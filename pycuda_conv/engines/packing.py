@@ -32,6 +32,7 @@ from pycuda_conv.problem import ConvProblem, Size3
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch
 
 PACK_THREADS = 256
+MOST_VARIANTS = {"cuda": 160}  # texts, as an engine says it
 PACK_PIXELS = 4  # pixels, 8 channels of each, that a thread packs at once if an image has so many
 PACK_APART = 2  # the same if taps are folded or channels are last: then each pixel has addresses of its own
 SLOTS = 4  # the most blocks a multiprocessor that finalize scales
@@ -181,10 +182,9 @@ def packed_array(
     checked = flagged(problem, packed)
     eights = read % 8 == 0 and (problem.dtype == "float32" or not checked)  # windows of 16 bits are seldom checked, so they have one text
     defines = {
-        "IN": ELEMENTS[problem.dtype], "LIMBS": count, "NHWC": int(problem.layout == "NHWC"), "VECTOR": vector,
-        "EIGHTS": int(eights), "RANGE_CHECK": int(checked),
-        "SAMPLE_SCALE": int(gradient and problem.dtype == "float32"), "FILTER": int(as_filter), "FOLDED": int(packed.level > 0),
-        "CLUSTER": 0, **({} if source is None else {"BORDERED": 1}),
+        "IN": ELEMENTS[problem.dtype], "LIMBS": count, "NHWC": int(problem.layout == "NHWC"), "VECTOR": vector, "EIGHTS": int(eights),
+        "RANGE_CHECK": int(checked), "SAMPLE_SCALE": int(gradient and problem.dtype == "float32"), "FILTER": int(as_filter),
+        "FOLDED": int(packed.level > 0), "CLUSTER": 0, **({} if source is None else {"BORDERED": 1}),
     }
     fitting, pieces = _fitting(problem, packed), packed.load // 8
     args = arguments(
@@ -366,10 +366,6 @@ def _pack_alone(array: PackedArray, buffers: tuple[BufferSlice, ...]) -> KernelL
 def _shared_tiles(images: PackedArray) -> int:
     """Tiles that several blocks share to finalize an image's scale. If a single block does so, it clears them itself."""
     return images.images * images.tiles if images.arguments.slices > 1 else 0
-
-
-#: The most texts, as an engine says it.
-MOST_VARIANTS = {"cuda": 160}
 
 
 def variants(device: Device) -> Iterator[VariantSet]:

@@ -6,7 +6,7 @@ An engine may import this module, and so ask for other engines' configurations: 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -124,13 +124,17 @@ def _asked_of(device: Device) -> tuple[Any, ...]:
 
 def find(problem: ConvProblem, device: Device) -> Config | None:
     """:func:`choose`, but None if no engine can run it, as most channels-last wgrad problems."""
-    key = problem, *_asked_of(device)
+    return kept(_found, (problem, *_asked_of(device)), lambda: _fastest(problem, device))
+
+
+def kept(table: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
+    """What a table has under a key, or what is made then; a full table is emptied."""
     try:
-        return _found[key]
+        return table[key]
     except KeyError:
-        if len(_found) >= MOST_FOUND:
-            _found.clear()
-        found = _found[key] = _fastest(problem, device)
+        if len(table) >= MOST_FOUND:
+            table.clear()
+        found = table[key] = make()
         return found
 
 
@@ -156,7 +160,8 @@ BATCHES = 8, 64, 1
 
 def _in_order_of_layer(problem: ConvProblem, device: Device) -> list[Config]:
     """The configurations of a batch-invariant problem, the fastest first: those that sum in the order that the layer has for any batch."""
-    order, known = _order_of_layer(replace(problem, N=1, batched=True, bare=False), device)
+    layer = replace(problem, N=1, batched=True, bare=False)
+    order, known = kept(_orders, (layer, *_asked_of(device)), lambda: _order_of_layer(layer, device))
     return [] if order is None else [config for _, config in _in_order(problem, order, known, device)]
 
 
@@ -166,30 +171,25 @@ _orders: dict[tuple[Any, ...], tuple[Hashable, list[Config]]] = {}
 
 def _order_of_layer(layer: ConvProblem, device: Device) -> tuple[Hashable, list[Config]]:
     """The order of sums that takes the least time for :data:`BATCHES`, among those of these batches' fastest configurations."""
-    key = layer, *_asked_of(device)
-    if key not in _orders:
-        if len(_orders) >= MOST_FOUND:
-            _orders.clear()
-        batches = [replace(layer, N=n) for n in BATCHES if n == 1 or replace(layer, N=n).largest_array < 2**31]
-        plain = [replace(one, algorithm="direct") for one in batches]
-        wanted: dict[Hashable, dict[Config, None]] = {}
-        for one in plain:
-            config = _fastest(one, device)
-            if config is not None:
-                wanted.setdefault(order(one, config), {})[config] = None
-        best: tuple[float, Hashable, list[Config]] = math.inf, None, []
-        for found, configs in wanted.items():
-            times = [_in_order(one, found, configs, device) for one in batches]
-            if all(times):
-                took = math.prod(max(timed[0][0], 1.0) for timed in times if timed is not times[-1] or len(times) == 1)
-                best = min(best, (took, found, [timed[0][1] for timed in times]), key=lambda triple: triple[0])
-        if best[1] is None:  # each of them serves some batches alone
-            others = dict.fromkeys(order(plain[0], config) for _, config in predictions(plain[0], device))
-            unmodelled = dict.fromkeys(order(plain[0], config) for us, config in _compared(plain[0], device) if us is None)
-            possible = (found for found in (others | unmodelled) if all(_in_order(one, found, (), device) for one in batches))
-            best = math.inf, next(possible, None), []
-        _orders[key] = best[1:]
-    return _orders[key]
+    batches = [replace(layer, N=n) for n in BATCHES if n == 1 or replace(layer, N=n).largest_array < 2**31]
+    plain = [replace(one, algorithm="direct") for one in batches]
+    wanted: dict[Hashable, dict[Config, None]] = {}
+    for one in plain:
+        config = _fastest(one, device)
+        if config is not None:
+            wanted.setdefault(order(one, config), {})[config] = None
+    best: tuple[float, Hashable, list[Config]] = math.inf, None, []
+    for found, configs in wanted.items():
+        times = [_in_order(one, found, configs, device) for one in batches]
+        if all(times):
+            took = math.prod(max(timed[0][0], 1.0) for timed in times if timed is not times[-1] or len(times) == 1)
+            best = min(best, (took, found, [timed[0][1] for timed in times]), key=lambda triple: triple[0])
+    if best[1] is None:  # each of them serves some batches alone
+        others = dict.fromkeys(order(plain[0], config) for _, config in predictions(plain[0], device))
+        unmodelled = dict.fromkeys(order(plain[0], config) for us, config in _compared(plain[0], device) if us is None)
+        possible = (found for found in (others | unmodelled) if all(_in_order(one, found, (), device) for one in batches))
+        best = math.inf, next(possible, None), []
+    return best[1:]
 
 
 def _in_order(problem: ConvProblem, wanted: Any, more: Iterable[Config], device: Device) -> list[tuple[float, Config]]:

@@ -15,6 +15,7 @@ from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch
 
 SPLITS, MORE_SPLITS = (1, 2, 3, 4, 6, 8), (12, 16, 24, 32, 48, 64, 96, 128)
 THREADS = 256  # of a block of direct/reduce.cu
+MOST_VARIANTS = {"cuda": 4, "opencl": 4}  # texts, as an engine says it
 LONGEST, MOST_LANES = 16, 32  # the most parts that a thread adds before more threads share an element, and the most threads that do
 
 
@@ -55,17 +56,13 @@ def reduce_two(first: KernelLaunch, second: KernelLaunch) -> KernelLaunch | None
     (parts, *_, result), (other_parts, *_, other_result) = first.buffers, second.buffers
     buffers = parts, other_parts, result, other_result
     return KernelLaunch(
-        "direct_reduce_two", first.defines, first.grid + second.grid, THREADS, buffers, (first.grid,), "direct_reduce", arguments=sums
+        "direct_reduce_two", first.defines, first.grid + second.grid, THREADS, buffers, (first.grid,), "direct_reduce", arguments=sums,
     )
 
 
 def _lanes(split: int) -> int:
     """Threads that share an element's parts: a power of two."""
     return min(MOST_LANES, 1 << (ceil(split, LONGEST) - 1).bit_length())
-
-
-#: The most texts, as an engine says it.
-MOST_VARIANTS = {"cuda": 4, "opencl": 4}
 
 
 def variants(device: Device) -> Iterator[VariantSet]:

@@ -67,24 +67,20 @@ def _possible(problem: ConvProblem, device: Device) -> Iterator[tuple[float, Con
 _orders: dict[tuple[object, ...], Hashable] = {}
 
 
-def _order(problem: ConvProblem, device: Device) -> Hashable:
-    layer = _of_length(problem, LENGTHS[problem.ndim][0])
-    key = layer, device.backend, device.capability, device.multiprocessors, type(device)
-    if key not in _orders:
-        if len(_orders) >= registry.MOST_FOUND:
-            _orders.clear()
-        others = [_of_length(problem, n) for n in LENGTHS[problem.ndim][1:]]
-        feasible = [{registry.order(one, config) for _, config in _possible(one, device)} for one in others]
-        timed = sorted(_possible(layer, device), key=lambda pair: pair[0])
-        orders = (registry.order(layer, config) for _, config in timed)
-        _orders[key] = next(order for order in orders if all(order in found for found in feasible))
-    return _orders[key]
+def _order(layer: ConvProblem, device: Device) -> Hashable:
+    others = [_of_length(layer, n) for n in LENGTHS[layer.ndim][1:]]
+    feasible = [{registry.order(one, config) for _, config in _possible(one, device)} for one in others]
+    timed = sorted(_possible(layer, device), key=lambda pair: pair[0])
+    orders = (registry.order(layer, config) for _, config in timed)
+    return next(order for order in orders if all(order in found for found in feasible))
 
 
 def choose(problem: ConvProblem, device: Device) -> Config:
     """The configuration for a piece of a stream along the first spatial axis."""
     if problem.adapted:  # by a border at a signal's start, say: the sums are those of what is behind it
         return registry.config_from_table("Bordered", {"DELEGATE": str(choose(problem.padded, device))})
-    wanted = _order(problem, device)
+    layer = _of_length(problem, LENGTHS[problem.ndim][0])
+    key = layer, device.backend, device.capability, device.multiprocessors, type(device)
+    wanted = registry.kept(_orders, key, lambda: _order(layer, device))
     found = [(us, config) for us, config in _possible(problem, device) if registry.order(problem, config) == wanted]
     return min(found, key=lambda pair: pair[0])[1] if found else Gemm()

@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 from pycuda_conv.runtime.base import KernelLaunch, source_of
 
 FLAG = (0, 1)
 Defines = Mapping[str, int]
+
+
+def fixed(tile: Any, *but: str) -> dict[str, tuple[int, ...]]:
+    """The defines of a tile, a dataclass or a mapping, as choices of one value each, `but` for some names."""
+    values = tile if isinstance(tile, Mapping) else vars(tile)
+    return {name: (value,) for name, value in values.items() if name not in but}
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ BASE = SHAPES[0]
 CASES = Cases(
     engine=gw,
     kernel="grouped_nhwc_wgrad",
-    runs=[run for run in EVERY if (SHAPES.index(run[0]) + KINDS.index(run[1]) + TILES.index(run[2])) % len(KINDS) == 0],
+    runs=[run for run in EVERY if (SHAPES.index(run[0]) + KINDS.index(run[1]) + TILES.index(run[2])) % (2 * len(KINDS)) == 0],
     gpu=[*EVERY, *((LARGE, mode, config) for mode in KINDS for config in (GroupedWgrad(2, 1, 4, 30, 20), GroupedWgrad(4, 1, 4, 15, 33)))],
     not_finite=[(NOT_FINITE, "fp16 last", config) for config in (GroupedWgrad(2, 1, 4, 7), GroupedWgrad(1, 1, 2, 4, 3))],
     broken=[

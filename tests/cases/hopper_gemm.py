@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from alike import sharing
 from awkward import AWKWARD, BASE, POINT
+from filters import Filter
 from modes import MODES, asked
 from ranges import SCENARIOS
 from reference import dgrad, fprop
@@ -20,8 +21,8 @@ TILES = {
     "fp16": ImplicitGemm(64, 32, 2, 1), "fp16 last": ImplicitGemm(64, 64, 4, 2), "bf16": ImplicitGemm(128, 16, 2, 3), "bf16 last": ImplicitGemm(128, 48, 3, 1),
 }  # fmt: skip
 #: Of float32 and of 16 bits, in each layout. Cases take turns in them.
-BY_TURNS = [("fp32", "bf16 last"), ("tf32 last", "fp16"), ("fp32 last", "bf16"), ("tf32", "fp16 last")]
-TAKEN = [[(case, mode, TILES[mode]) for mode in BY_TURNS[i % 4] if mode in MODES and packing(asked(case, mode)) is not None] for i, case in enumerate(AWKWARD)]
+BY_TURNS = [("fp32", "bf16 last", "tf32 last", "fp16"), ("fp32 last", "bf16", "tf32", "fp16 last")]
+TAKEN = [[(case, mode, TILES[mode]) for mode in BY_TURNS[i % 2] if mode in MODES and packing(asked(case, mode)) is not None] for i, case in enumerate(AWKWARD)]
 
 
 def widest(mode: str, rows: int, stages: int, split: int = 1, case=BASE) -> ImplicitGemm:
@@ -79,6 +80,19 @@ TURNED = [
 ]  # fmt: skip
 TURNED = [run for run in TURNED if run[1] in MODES]
 
+#: Gradients of filters: batches that fill loads or don't, folded rows, every rank.
+FILTERS = [
+    Filter((32, 20, 9, 8), (40, 20, 3, 3), padding=(1,), layout="NCHW"), Filter((16, 24, 5, 6), (70, 24, 3, 2), padding=(1, 0), stride=(2,), layout="NCHW"),
+    Filter((5, 20, 9, 8), (40, 20, 3, 3), padding=(1,), layout="NCHW"), Filter((64, 8, 6, 6), (9, 8, 1, 1), layout="NCHW"), Filter((3, 5, 30), (6, 5, 4), padding=(2,), stride=(3,), dilation=(2,), layout="NCHW"),
+    Filter((2, 3, 20, 140), (10, 3, 7, 7), stride=(2,), padding=(3,), layout="NCHW"), Filter((16, 4, 4, 5, 6), (9, 4, 3, 2, 3), padding=(1, 0, 2), layout="NCHW"),
+    Filter((32, 40, 6, 7), (130, 20, 3, 3), padding=(1,), groups=2, layout="NCHW"), Filter((5, 48, 8, 8), (24, 16, 3, 2), stride=(2,), groups=3, layout="NCHW"), Filter((17, 12, 30), (20, 3, 3), groups=4, layout="NCHW"),
+    Filter((70, 16, 5, 5), (130, 16, 3, 3), dilation=(2,), padding=(2,), layout="NCHW"), Filter((33, 7, 1, 1), (5, 7, 1, 1), layout="NCHW"), Filter((24, 6, 40), (8, 6, 5), stride=(2,), layout="NCHW"),
+]  # fmt: skip
+GRADIENTS = [(case, mode, (ImplicitGemm(64, 32, 2, 1), ImplicitGemm(128, 24, 2, 3))[i % 2]) for i, case in enumerate(FILTERS) for mode in (("fp32", "tf32", "bf16", "fp16")[i % 4],) if mode in MODES]
+GRADIENTS_ON_GPU = [
+    (case, mode, config) for case in FILTERS for mode, config in zip(("fp32", "tf32", "fp16", "bf16"), (ImplicitGemm(64, 128, 3, 1), ImplicitGemm(128, 64, 4, 5), ImplicitGemm(128, 128, 4, 1), ImplicitGemm(64, 64, 4, 16)), strict=True)
+]  # fmt: skip
+
 # ---- numbers of every range, and such as are not finite
 
 WIDE = fprop((4, 24, 10, 9), (40, 24, 3, 3), padding=1, bias=False)
@@ -130,7 +144,7 @@ GPU = [
         dgrad((5, 16, 33), (16, 130, 3), stride=2, padding=1, output_padding=1))
       for mode, config in (("fp32", ImplicitGemm(128, 56, 3)), ("tf32", ImplicitGemm(64, 80, 3)), ("fp16", ImplicitGemm(128, 112, 4)), ("tf32", ImplicitGemm(128, 120, 3, 2)),
                            ("bf16", ImplicitGemm(64, 16, 4)), ("fp32", ImplicitGemm(64, 176, 2)))),
-    *((case, mode, GPU_TILES[mode]) for runs in TAKEN for case, mode, _ in runs),
+    *((case, mode, GPU_TILES[mode]) for runs in TAKEN for case, mode, _ in runs[::2]),
 ]  # fmt: skip
 
 # ---- what nvcc compiles: the widest tiles of every kind, and the packing beside them
@@ -156,9 +170,9 @@ PHASED = dgrad((2, 48, 3, 4, 5), (48, 40, 3, 4, 3), stride=(2, 1, 2), padding=(2
 CASES = Cases(
     engine=gemm,
     kernel="hopper_gemm",
-    runs=[*sharing([runs for runs in TAKEN if runs and math.prod(asked(*runs[0][:2]).result_size) < 3000]), *PINGPONG[1::3], *TWINS[::4], *JOINED[::3], *TURNED],
+    runs=[*sharing([runs for runs in TAKEN if runs and math.prod(asked(*runs[0][:2]).result_size) < 3000]), *PINGPONG[1::5], *TWINS[::5], *JOINED[::4], *TURNED, *GRADIENTS],
     unseen=[("PRODUCTS", 2)],  # test_integers.py
-    gpu=[run for run in GPU if run[1] in MODES],
+    gpu=[run for run in (*GPU, *GRADIENTS_ON_GPU) if run[1] in MODES],
     grids=[(BASE, mode, ImplicitGemm(64, 48, 2, split)) for mode, split in (("fp32", 1), ("tf32 last", 5))],
     finished=[
         (BASE, "fp32", ImplicitGemm(64, 32, 2), ("gelu", "relu6")), (fprop((2, 24, 9, 8), (32, 24, 3, 3), padding=1), "fp32 last", ImplicitGemm(128, 32, 3), ("silu",)),

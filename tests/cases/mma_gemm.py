@@ -6,6 +6,7 @@ from modes import MODES, asked
 from reference import dgrad, fprop
 
 from cases import Broken, Cases, Layers
+from cases.hopper_gemm import FILTERS
 from pycuda_conv.engines.mma import gemm
 from pycuda_conv.engines.mma.gemm import ImplicitGemm80
 
@@ -17,7 +18,7 @@ DENSE = fprop((3, 64, 9, 12), (72, 64, 3, 3), padding=1)
 CASES = Cases(
     engine=gemm,
     runs=sharing([[run for run in EVERY if run[0] is case] for case in (*SHAPES[2::16], DENSE)]),
-    gpu=EVERY[::11],
+    gpu=[*EVERY[::11], *((case, mode, config) for case in (*FILTERS[:6], FILTERS[7]) for mode, config in (("fp32", ImplicitGemm80(64, 64, 3, 1)), ("fp16", ImplicitGemm80(128, 128, 3, 4))))],
     finished=[(DENSE, mode, config, ("gelu",)) for mode, config in zip(KINDS, TILES, strict=False) if gemm.refusal(asked(DENSE, mode), config) is None],
     not_finite=[(fprop((2, 24, 5, 6), (16, 24, 3, 3), padding=1), "fp16", ImplicitGemm80(64, 64, 3))],
     broken=[

@@ -140,7 +140,7 @@ CASES = Cases(
     ],
     refused=[
         (BASE.problem("float64"), WgradNhwc(), "float32, float16 and bfloat16"), (asked(BASE, "fp32 last"), WgradNhwc(64, 128), "64 rows and 64 columns"), (BASE.problem(layout="NCHW"), WgradNhwc(), "without stride and padding"),
-        (PLANES[0].problem("float32"), WgradNhwc(64, 64), "float32 with precision='tf32'"), (Filter((2, 8, 14, 14), (8, 8, 1, 1)).problem(layout="NCHW"), WgradNhwc(), "multiple of 16 bytes"),
+        (asked(PLANES[0], "fp32"), WgradNhwc(64, 64), "float32 with precision='tf32'"), (Filter((2, 8, 14, 14), (8, 8, 1, 1)).problem(layout="NCHW"), WgradNhwc(), "multiple of 16 bytes"),
         (Filter((2, 9, 8, 8), (8, 9, 1, 1)).problem(layout="NCHW"), WgradNhwc(), "two neighbouring channels"),
         (Filter((2, 18, 8, 8), (12, 6, 1, 1), groups=3).problem(layout="NCHW"), WgradNhwc(), "together a multiple of 16 bytes"), (Filter((2, 8, 8, 8), (8, 8, 1, 1), stride=(2,)).problem(layout="NCHW"), WgradNhwc(), "without stride"),
         (PLANES[0].problem(), WgradNhwc(192), "a tile has 64 rows and 64 columns"),

@@ -31,7 +31,10 @@ from simt.ptx import translated
 HERE = Path(__file__).resolve().parent
 CXX = shutil.which("g++")
 WHY_NOT = "there is no g++" if CXX is None else None if sys.platform == "linux" else "the machine that runs kernels on the CPU is for Linux"
-FLAGS = ("-std=c++17", "-w", "-Wno-psabi", "-fPIC", "-fno-exceptions", "-fno-strict-aliasing", "-fwrapv", "-ffp-contract=off", "-U_FORTIFY_SOURCE")
+FLAGS = (
+    "-std=c++17", "-w", "-Wno-psabi", "-fPIC", "-fno-exceptions", "-fno-strict-aliasing", "-fwrapv", "-ffp-contract=off",
+    "-U_FORTIFY_SOURCE"
+)
 #: g++ calls a function of the machine's before each load and store. What is gained in the kernels by -O1 is less than what it costs g++.
 TOLD = ("-Og", "-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0")
 
@@ -68,7 +71,9 @@ def machine() -> ctypes.CDLL:
     library.simt_allocate.restype = ctypes.c_void_p
     library.simt_allocate.argtypes = [ctypes.c_size_t]
     library.simt_launch.restype = ctypes.c_char_p
-    library.simt_launch.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_size_t, ctypes.c_uint64]
+    library.simt_launch.argtypes = [
+        ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_size_t, ctypes.c_uint64
+    ]
     return library
 
 
@@ -124,7 +129,10 @@ MAGIC = 0x7E4507A9C0FFEE11
 
 def map_of(described: TensorMap, address: int) -> Map:
     size, box = type_of(described).itemsize, described.box
-    made = Map(magic=MAGIC, base=address + described.offset, rank=len(described.sizes), size=size, span=described.span, rounds=described.dtype == "tfloat32")
+    made = Map(
+        magic=MAGIC, base=address + described.offset, rank=len(described.sizes), size=size, span=described.span,
+        rounds=described.dtype == "tfloat32"
+    )
     made.sizes[:] = (*described.sizes, 0, 0, 0, 0)[:5]
     made.strides[:] = (size, *described.strides, 0, 0, 0, 0)[:5]
     if isinstance(box, Im2col):

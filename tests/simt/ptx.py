@@ -116,7 +116,10 @@ def converted(found: re.Match, to: str, *v: str) -> str:
     if found[1] in ("f16x2", "bf16x2"):
         f = "ptx::to_half" if found[1] == "f16x2" else "ptx::to_bfloat16"
         return f"{to} = (ptx::u32){f}({v[0]}) << 16 | {f}({v[1]})"
-    f = {"f16": "to_half", "bf16": "to_bfloat16", "tf32": "to_tf32_even" if found[0].startswith("cvt.rn.") else "to_tf32", "f32": "from_half" if found[2] == "f16" else "from_bfloat16"}[found[1]]
+    f = {
+        "f16": "to_half", "bf16": "to_bfloat16", "tf32": "to_tf32_even" if found[0].startswith("cvt.rn.") else "to_tf32",
+        "f32": "from_half" if found[2] == "f16" else "from_bfloat16"
+    }[found[1]]
     return f"{to} = ptx::{f}({v[0]})"
 
 
@@ -216,7 +219,9 @@ def call(inside: str) -> str:
             if i == 0:
                 declared.append(f"auto& o{number} = {expression}; static_assert(sizeof o{number} == {size}, \"the constraint's size\");")
             else:
-                declared.append(f"const {kind} o{number} = {f'ptx::bits64({expression})' if constraint == 'l' else f'({kind})({expression})'};")
+                declared.append(
+                    f"const {kind} o{number} = {f'ptx::bits64({expression})' if constraint == 'l' else f'({kind})({expression})'};"
+                )
             number += 1
     return f"[&] {{ {' '.join(declared + lines)} }}()"
 

@@ -12,15 +12,12 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
 from pycuda_conv.engines import registry
-from pycuda_conv.engines.base import LAST_RESORT, Config
+from pycuda_conv.engines.base import LAST_RESORT, Config, ConvProblem, Device, KernelLaunch, VariantSet
 from pycuda_conv.engines.compose.delegate import Around, Delegating, delegate_of, moved, parsed
 from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.layout import border_copy
 from pycuda_conv.engines.limits import Takes, Tiles
 from pycuda_conv.engines.schedule import INPUT, RESULT, WORKSPACE, Arena, Buffer, Schedule
-from pycuda_conv.engines.variants import VariantSet
-from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import Device, KernelLaunch
 
 
 @dataclass(frozen=True)
@@ -28,13 +25,8 @@ class Bordered(Delegating):
     """The configuration for the image with its border, as text."""
 
 
-CONFIGS = (Bordered,)
-LAYOUTS = "NCHW", "NHWC", "CNHW", "CHWN"
-TENSOR_CORES = True
-MOST_VARIANTS = border_copy.MOST_VARIANTS
-
-
-# ---- what runs
+CONFIGS, LAYOUTS, TENSOR_CORES, MOST_VARIANTS = (Bordered,), ("NCHW", "NHWC", "CNHW", "CHWN"), True, border_copy.MOST_VARIANTS
+COST = costs("compose.bordered")
 
 
 def adapts(problem: ConvProblem) -> bool:
@@ -57,9 +49,6 @@ def alike(problem: ConvProblem, config: Config) -> Config:
         return config if problem.adapted else parsed(config.DELEGATE) or config
     takes = registry.adapts(registry.engine_of(config), problem.launched)
     return Bordered(str(config)) if problem.adapted and not takes else config
-
-
-# ---- launches
 
 
 def _folds(problem: ConvProblem, delegate: Config | None) -> bool:
@@ -123,9 +112,6 @@ def variants(device: Device) -> Iterator[VariantSet]:
     yield from border_copy.variants(device)
 
 
-# ---- the choice
-
-COST = costs("compose.bordered")
 SEVERAL = 24  # predictions among which there may be one that needs no copy
 
 

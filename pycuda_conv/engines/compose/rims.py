@@ -6,18 +6,16 @@ of a gradient by the input they add what the border shows. So no array of the wi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from pycuda_conv.engines import registry
+from pycuda_conv.engines.base import ConvProblem, Device, KernelLaunch
 from pycuda_conv.engines.compose.delegate import Around, Delegating, delegate_of
 from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.layout import rims
+from pycuda_conv.engines.layout.rims import variants
 from pycuda_conv.engines.limits import Takes, Tiles
 from pycuda_conv.engines.schedule import Schedule
-from pycuda_conv.engines.variants import VariantSet
-from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import Device, KernelLaunch
 
 
 @dataclass(frozen=True)
@@ -25,13 +23,9 @@ class Rims(Delegating):
     """The configuration for the image among zeros, as text."""
 
 
-CONFIGS = (Rims,)
-LAYOUTS = "NCHW", "NHWC"
-TENSOR_CORES = True
-MOST_VARIANTS = {"cuda": 38, "opencl": 22}
-
-
-# ---- what runs
+__all__ = ["variants"]  # with what stands here: the engine
+CONFIGS, LAYOUTS, TENSOR_CORES, MOST_VARIANTS = (Rims,), ("NCHW", "NHWC"), True, {"cuda": 38, "opencl": 22}
+COST = costs("compose.rims")
 
 
 def adapts(problem: ConvProblem) -> bool:
@@ -57,16 +51,6 @@ def schedule(problem: ConvProblem, config: Rims, device: Device, with_moments: b
 
     last, redoes = made.filter_last and followed(made.filter_last, True), made.redoes or problem.direction == "fprop"
     return replace(made, steps=followed(made.steps), whole=followed(made.whole), redoes=redoes, filter_last=last, moments=None)
-
-
-def variants(device: Device) -> Iterator[VariantSet]:
-    """A text for each type, layout and direction."""
-    yield from rims.variants(device)
-
-
-# ---- the choice
-
-COST = costs("compose.rims")
 
 
 def _rims_us(problem: ConvProblem, delegate: object, device: Device) -> float:

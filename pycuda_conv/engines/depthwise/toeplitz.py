@@ -66,7 +66,7 @@ def _shift(problem: ConvProblem) -> int:
     return ceil(_padding(problem)[1], problem.stride[2])
 
 
-def _steps(problem: ConvProblem) -> int | None:
+def _steps(problem: ConvProblem) -> Any:
     """Steps of 16 input columns that eight results meet, or None if there are too many."""
     if _strided(problem):
         return 1
@@ -84,7 +84,6 @@ def _unit(problem: ConvProblem, config: DepthwiseToeplitz) -> Any:
     """
     (_, h, _), (_, p, q), (_, r, _), (_, stride_h, stride) = problem.operand_size, problem.result_size, problem.filter_size, problem.stride
     most, steps, last, all_planes = config.UNIT_KIB * 1024, _steps(problem), problem.layout == "NHWC", problem.N * problem.K
-    assert steps is not None
     span = (r - 1) * problem.dilation[1] + 1
     grad, taps = _strided(problem), problem.filter_size[2]
     pad_w = _padding(problem)[1]
@@ -194,7 +193,6 @@ def schedule(
     # the last column that a forward convolution reads, which may lie outside
     last = (problem.output_size[2] - 1) * problem.stride[2] - problem.padding_before[2] + (problem.filter_size[2] - 1) * problem.dilation[2]
     unit, grad = _unit(problem, config), _strided(problem)
-    assert unit is not None
     check_shared(problem, config, device, unit.shared)
     args = arguments(
         DepthwiseToeplitzArguments, problem, unit, all_planes=problem.N * problem.K, sixteens=_sixteens(problem, unit), pad_h=pad_h,
@@ -203,14 +201,13 @@ def schedule(
         after_w=max(last - (w - 1), 0),
     )  # fmt: skip
     steps = _steps(problem)
-    assert steps is not None
     defines = {
         "TYPE": ELEMENTS[problem.dtype], "STRIDE": 1 if grad else problem.stride[2], "STEPS": steps, "GRAD": int(grad),
         "LAST": int(problem.layout == "NHWC"), **({} if problem.border is None else {"BORDERED": 1}),
     }  # fmt: skip
     threads = 32 * WARPS[problem.layout]
     launch = KernelLaunch(
-        "depthwise_toeplitz", defines, unit.blocks, threads, OPERANDS, (), shared=unit.shared, arguments=args, layer=finish_constants(args)
+        "depthwise_toeplitz", defines, unit.blocks, threads, OPERANDS, (), shared=unit.shared, arguments=args, layer=finish_constants(args),
     )
     return Schedule.plain([[launch]])
 
@@ -252,7 +249,6 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[DepthwiseToeplitz]
 def time(problem: ConvProblem, config: DepthwiseToeplitz, device: Device) -> float:
     """Microseconds that `config` should take: memory and multiprocessors overlap in part, and blocks wait."""
     unit, stride, steps, terms = _unit(problem, config), problem.stride[2], _steps(problem), COST_TERMS[problem.layout]
-    assert unit is not None and steps is not None
     r, whole = problem.filter_size[1], problem.layout == "NCHW" and problem.operand_size[2] % EIGHT == 0
     tasks = unit.planes * _sixteens(problem, unit) * unit.groups
     met, tiles = (r / 2, GRAD_TILES) if _strided(problem) else (r, TILES[stride])

@@ -51,6 +51,7 @@ from pycuda_conv.engines.limits import Takes, Tiles
 from pycuda_conv.engines.schedule import FINISH, INPUT, RESULT, STATIC_SHARED_BYTES, WEIGHT, WORKSPACE, Schedule
 from pycuda_conv.engines.split_sum import reduce_launch
 from pycuda_conv.engines.split_sum import time as reduce_time
+from pycuda_conv.engines.variants import fixed
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 
 __all__ = ["CONFIGS"]  # with what stands here: the engine
@@ -116,8 +117,8 @@ LEGAL = {
     Single: Tiles(TAKES, Single, _PLAIN, _PLANES, _ALONE, shared=_ROOM, blocks=_grid),
     Tile: Tiles(
         TAKES, Tile, _PLAIN,
-        (f"of integers it takes {' and '.join(map(str, INTEGER_TILES))}", lambda p, c: not p.input_dtype or c in INTEGER_TILES),
-        _PLANES, _ALONE, ("ROWS must divide TILE_P", lambda _, c: c.TILE_P % c.ROWS == 0),
+        (f"of integers it takes {' and '.join(map(str, INTEGER_TILES))}", lambda p, c: not p.input_dtype or c in INTEGER_TILES), _PLANES,
+        _ALONE, ("ROWS must divide TILE_P", lambda _, c: c.TILE_P % c.ROWS == 0),
         ("a block has 32 to 1024 threads", lambda _, c: 32 <= c.TILE_P // c.ROWS * c.TILE_Q <= 1024), shared=_ROOM, blocks=_grid,
     ),
     Dgrad: Tiles(TAKES, Dgrad, _PLAIN, _PLANES, _TRANSPOSED, shared=_ROOM, blocks=_grid),
@@ -295,9 +296,9 @@ def variants(device: Device) -> Iterator[VariantSet]:
             for taps in (3, 5, 7) if tile.TILE_P > 1 else ():
                 layer = {"R": taps, "S": taps, "STRIDE_H": 1, "STRIDE_W": 1, "DIL_H": 1, "DIL_W": 1}
                 if (taps * taps + (tile.TILE_P - 1 + taps) * (tile.TILE_Q - 1 + taps)) * acc <= STATIC_SHARED_BYTES:
-                    forms.append({name: (value,) for name, value in layer.items()})
+                    forms.append(fixed(layer))
             for form in forms:
-                of_tile = common | room | {name: (value,) for name, value in asdict(tile).items()} | form
+                of_tile = common | room | fixed(tile) | form
                 yield VariantSet("direct_tile", of_tile)
                 if code == DTYPE_CODES["float32"] and tile in INTEGER_TILES:
                     integers = of_tile | _INTEGERS  # a result is of float32, or of those that are read

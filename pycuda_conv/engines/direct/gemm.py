@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 
-from pycuda_conv.engines.base import FLAG, LAST_RESORT, Config, VariantSet, fastest, kernel_struct
+from pycuda_conv.engines.base import FLAG, LAST_RESORT, Config, VariantSet, fastest, fixed, kernel_struct
 from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.geometry import (
     Phase,
@@ -172,7 +172,7 @@ def variants(device: Device) -> Iterator[VariantSet]:
         # among 16-bit arrays only what Hopper's loads read along with windows is recomputed
         recomputed = on_gpu and (dtype == "float32" or (dtype != "float64" and device.capability >= (9, 0)))
         for tile, recomputes in [(tile, 0) for tile in (RATES[dtype] if on_gpu else (CPU_TILE,))] + [(guarded, 1)] * recomputed:
-            of_tile = {name: (value,) for name, value in asdict(tile).items() if name != "SPLIT_K"}
+            of_tile = fixed(tile, "SPLIT_K")
             by_four = _divides(tile.threads, tile.BLOCK_K, tile.BLOCK_M, 4), _divides(tile.threads, tile.BLOCK_N, tile.BLOCK_K, 4)
             vectors = {name: (1, 4) if fits and not recomputes else (1,) for name, fits in zip(("A_VEC", "B_VEC"), by_four, strict=True)}
             common = {"DTYPE": (code,), "INDEX_64": FLAG, "RECOMPUTE": (recomputes,)}

@@ -213,9 +213,8 @@ def _arguments(problem: ConvProblem, tiles: _Tiles, of_filter: bool) -> Any:
         count = math.prod(tiles.count)
         what = {
             "image_stride": groups * read * h * w, "group_stride": read * h * w, "channel_stride": h * w, "h": h, "w": w,
-            "first_h": -pad_h if forward else pad_h - (r - 1), "first_w": -pad_w if forward else pad_w - (s - 1), "start": 0,
-            "row_step": w, "column_step": 1,
-            "tiles": count, "tiles_w": tiles.count[1], "all_tiles": problem.N * count, "at_once": 2, "pairs": tiles.pairs,
+            "first_h": -pad_h if forward else pad_h - (r - 1), "first_w": -pad_w if forward else pad_w - (s - 1), "start": 0, "row_step": w,
+            "column_step": 1, "tiles": count, "tiles_w": tiles.count[1], "all_tiles": problem.N * count, "at_once": 2, "pairs": tiles.pairs,
             "box_h": tiles.box[0], "box_w": tiles.box[1],
         }  # fmt: skip
     return arguments(

@@ -16,7 +16,7 @@ from itertools import product
 from typing import Any
 
 from pycuda_conv.engines.addressing import MOST_PIXELS, PackedLayout, PhaseAddressing, phase_addressing
-from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.base import Config, ConvProblem, VariantSet, kernel_struct
 from pycuda_conv.engines.costs import costs, together
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, count_phases, filter_strides, first_phases, repeats, too_many_phases
 from pycuda_conv.engines.hopper.boxes import Box, best_box
@@ -44,10 +44,7 @@ from pycuda_conv.engines.limits import HOPPER, Takes, Tiles
 from pycuda_conv.engines.packed_product import repeat_arguments, tap_numbers, written_places
 from pycuda_conv.engines.range_guard import MomentsLayout
 from pycuda_conv.engines.schedule import FINISH, INPUT, PACKED, RESULT, WEIGHT, WORKSPACE, Arena, Moments, Schedule, finish_constants
-from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, why_not_one_product
-from pycuda_conv.engines.variants import VariantSet
-from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch, TensorMap
 
 COLUMNS = (32, 64, 96, 128, 160, 192, 256)  # channels of a tile
@@ -85,19 +82,14 @@ class DenseNhwc(Config):
     CLUSTER: int = 1
 
 
-CONFIGS = (DenseNhwc,)
-LAYOUTS = ("NHWC",)
-RUNS_ON = HOPPER
-TENSOR_CORES = True
+CONFIGS, LAYOUTS, RUNS_ON, TENSOR_CORES, MOST_VARIANTS = (DenseNhwc,), ("NHWC",), HOPPER, True, {"cuda": 158}
 ORDER = ("CLUSTER",)  # what the order of sums depends on
-MOST_VARIANTS = {"cuda": 158}
-
-
-# ---- what runs
+COST = costs("hopper.dense")
+DensePhase = kernel_struct("hopper_dense", "DensePhase")
 
 
 @lru_cache(maxsize=1024)
-def _form(problem: ConvProblem) -> tuple[PackedLayout, tuple[PhaseAddressing, ...]] | None:
+def _addressed(problem: ConvProblem) -> Any:
     """The arrays as the loads see them, and the phases' addressing without repeats, those with most taps first.
 
     None if tensor loads can't make it.
@@ -107,13 +99,6 @@ def _form(problem: ConvProblem) -> tuple[PackedLayout, tuple[PhaseAddressing, ..
     every = [phase_addressing(problem, phase, unpacked) for phase in first_phases(problem)]
     found = [addressing for addressing in every if addressing is not None]
     return (unpacked, tuple(sorted(found, key=lambda one: -math.prod(one.taps)))) if len(found) == len(every) else None
-
-
-def _addressed(problem: ConvProblem) -> tuple[PackedLayout, tuple[PhaseAddressing, ...]]:
-    """:func:`_form`, for a problem that has one."""
-    found = _form(problem)
-    assert found is not None
-    return found
 
 
 def _summed(problem: ConvProblem) -> int:
@@ -145,7 +130,7 @@ TAKES = Takes(
     ("tensor loads take a pixel's channels, of a multiple of 16 bytes", lambda p: p.operand_channels * p.itemsize % 16 == 0),
     ("it counts pixels in 32 bits", lambda p: p.N * max(math.prod(p.result_size), math.prod(p.operand_size)) < MOST_PIXELS),
     lambda p: too_many_phases(p, besides_repeats=True),
-    ("tensor loads can't make its padding or dilation", lambda p: _form(p) is not None),
+    ("tensor loads can't make its padding or dilation", lambda p: _addressed(p) is not None),
 )  # fmt: skip
 LEGAL = Tiles(TAKES, DenseNhwc, _fits, BLOCK_M=(64, 128, 192, 256), BLOCK_N=COLUMNS, CLUSTER=CLUSTERS)
 
@@ -205,12 +190,6 @@ def _transposes(problem: ConvProblem, config: DenseNhwc, device: Device) -> bool
     return stages <= MOST_TRANSPOSED[config.CLUSTER > 1] * slots
 
 
-# ---- launches
-
-
-DensePhase = kernel_struct("hopper_dense", "DensePhase")
-
-
 #: The tiles of the rows and columns at the sides of a result, where the image has a border: of up to 64 channels, and of more.
 SIDES = (64, 64), (128, 128)
 
@@ -218,9 +197,6 @@ SIDES = (64, 64), (128, 128)
 def adds_border(source: ConvProblem, problem: ConvProblem, config: DenseNhwc) -> bool:
     """Whether :func:`schedule` takes the image of `source`, which has a border, for the wider one of `problem`: sums are whole there."""
     return config.CLUSTER == 1 and TAKES.why_not(problem) is None and regions(source) is not None
-
-
-COST = costs("hopper.dense")
 
 
 def border_time(source: ConvProblem, config: DenseNhwc) -> float:
@@ -429,9 +405,6 @@ def _is_listed(d: Mapping[str, int]) -> bool:
     if d["W_MN_MAJOR"] and d["TYPE"] == FLOAT and not _may_transpose(d["BLOCK_M"], d["BLOCK_N"]):
         return False
     return d["CLUSTER"] in (TILES if d["PHASES"] == 1 else PHASED_TILES).get((d["BLOCK_M"], d["BLOCK_N"]), ())
-
-
-# ---- the choice
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[DenseNhwc]:

@@ -26,26 +26,14 @@ MOST_REGIONS = 26  # beside the interior: all sides of a volume for three taps
 
 @dataclass(frozen=True)
 class Region:
-    """A box of the result.
+    """A box of the result."""
 
-    Attributes
-    ----------
-    addressing : PhaseAddressing
-        Its size and origin; the pixel of the part of the image that the loads see at which tap offsets of 0 begin.
-    first, length : (int, int, int)
-        That part of the image.
-    taps, offsets : (tuple of int, tuple of int, tuple of int)
-        Along each axis the taps' numbers in the filter and their offsets.
-    interior : bool
-        Whether its taps lie as they do without a border.
-    """
-
-    addressing: PhaseAddressing
-    first: Size3
+    addressing: PhaseAddressing  # its size and origin; the pixel of the image's part at which tap offsets of 0 begin
+    first: Size3  # of the part of the image that the loads see
     length: Size3
-    taps: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+    taps: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # along each axis the taps' numbers in the filter
     offsets: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-    interior: bool
+    interior: bool  # whether its taps lie as they do without a border
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from pycuda_conv.engines.addressing import MOST_PIXELS
-from pycuda_conv.engines.base import Config, ConvProblem, VariantSet, costs, kernel_struct
+from pycuda_conv.engines.base import Config, ConvProblem, VariantSet, costs, fixed, kernel_struct
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_strides, phases
 from pycuda_conv.engines.hopper.common import (
     CLOCK,
@@ -153,10 +153,7 @@ def _product(problem: ConvProblem, config: GatherNhwc, place: BufferSlice, pitch
     args, runs = _arguments(problem, config), _runs(problem)
     fitting = device.multiprocessors * _blocks_per_sm(config)
     grid = args.tiles * config.CLUSTER if config.CLUSTER > 1 else min(args.tiles, fitting)
-    defines = {
-        "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "STAGES": config.STAGES, "TYPE": ELEMENTS[problem.dtype], "COPY": runs.copy,
-        "CLUSTER": config.CLUSTER,
-    }  # fmt: skip
+    defines = asdict(config) | {"TYPE": ELEMENTS[problem.dtype], "COPY": runs.copy}
     return KernelLaunch(
         "hopper_gather", defines, grid, 4 * config.BLOCK_M, (INPUT, *FINISH, RESULT), (),
         maps=(_filter_map(problem, config, place, pitch),), shared=_ring(config).nbytes(config.STAGES), arch="sm_90a", arguments=args,
@@ -207,11 +204,8 @@ def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each tile and type, and each size of copies. The texts that transpose filters are listed by another engine."""
     for (rows, columns), clusters in TILES.items():
         for cluster in clusters:
-            choices = {
-                "BLOCK_M": (rows,), "BLOCK_N": (columns,), "STAGES": (_max_stages(rows, columns, cluster),),
-                "TYPE": tuple(ELEMENTS.values()), "COPY": COPIES, "CLUSTER": (cluster,),
-            }  # fmt: skip
-            yield VariantSet("hopper_gather", choices, arch="sm_90a")
+            tile = fixed(GatherNhwc(rows, columns, _max_stages(rows, columns, cluster), cluster))
+            yield VariantSet("hopper_gather", tile | {"TYPE": tuple(ELEMENTS.values()), "COPY": COPIES}, arch="sm_90a")
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[GatherNhwc]:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from pycuda_conv.engines.addressing import MOST_PIXELS
-from pycuda_conv.engines.base import FLAG, Config, ConvProblem, VariantSet, costs, kernel_struct
+from pycuda_conv.engines.base import FLAG, Config, ConvProblem, VariantSet, costs, fixed, kernel_struct
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, pixel_by_pixel
 from pycuda_conv.engines.hopper.common import CLOCK, ROW, at_once, map_type, most_shared, stage_channels
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes
@@ -105,14 +105,11 @@ def schedule(problem: ConvProblem, config: GatheredPlanes, device: Device, with_
     maps = () if gathers else (
         TensorMap(WEIGHT, 0, (last, first, 1), (size * last, size * last * first), box_of_filter, ROW, map_type(problem)),
     )  # fmt: skip
-    defines = {
-        "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "STAGES": config.STAGES, "TYPE": ELEMENTS[problem.dtype],
-        "W_TRANSPOSED": int(backward), "CLUSTER": config.CLUSTER, "GROUPS": config.GROUPS,
-    }  # fmt: skip
+    defines = asdict(config) | {"TYPE": ELEMENTS[problem.dtype], "W_TRANSPOSED": int(backward)}
     launch = KernelLaunch(
         "hopper_gathered_planes", defines, down * across * config.CLUSTER, 2 * config.BLOCK_M + 128 * config.GROUPS,
-        (*((WEIGHT,) if gathers else ()), INPUT, *FINISH, RESULT), (), maps=maps,
-        shared=_ring(config).nbytes(config.STAGES), arch="sm_90a", arguments=args, layer=finish_constants(args),
+        (*((WEIGHT,) if gathers else ()), INPUT, *FINISH, RESULT), (), maps=maps, shared=_ring(config).nbytes(config.STAGES), arch="sm_90a",
+        arguments=args, layer=finish_constants(args),
     )  # fmt: skip
     return Schedule.plain([[launch]])
 
@@ -133,10 +130,7 @@ def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each tile, CLUSTER, type and direction."""
     for (rows, pixels), shares in TILES.items():
         for cluster, groups in shares:
-            choices = {
-                "BLOCK_M": (rows,), "BLOCK_N": (pixels,), "STAGES": (_max_stages_of(rows, pixels, cluster, groups).STAGES,),
-                "TYPE": tuple(ELEMENTS.values()), "W_TRANSPOSED": FLAG, "CLUSTER": (cluster,), "GROUPS": (groups,),
-            }  # fmt: skip
+            choices = fixed(_max_stages_of(rows, pixels, cluster, groups)) | {"TYPE": tuple(ELEMENTS.values()), "W_TRANSPOSED": FLAG}
             yield VariantSet("hopper_gathered_planes", choices, arch="sm_90a")
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
-from pycuda_conv.engines.base import FLAG, Config, ConvProblem, VariantSet, costs, kernel_struct
+from pycuda_conv.engines.base import FLAG, Config, ConvProblem, VariantSet, costs, fixed, kernel_struct
 from pycuda_conv.engines.geometry import arguments, ceil
 from pycuda_conv.engines.hopper.common import CLOCK, ROW, most_shared
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring
@@ -84,22 +84,23 @@ def _max_stages_of(rows: int, pixels: int) -> Planes:
 def schedule(problem: ConvProblem, config: Planes, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`."""
     down, across, steps = _tiles(problem, config)
-    own = TILES[config.BLOCK_M, config.BLOCK_N]
     args = arguments(PlanesProduct, problem, tiles=problem.N * down * across, tiles_m=down, tiles_n=across, steps=steps)
     backward = problem.direction == "dgrad"
     first, last = problem.weight_shape[:2]
     of_filter = TensorMap(WEIGHT, 0, (last, first, 1), (2 * last, 2 * last * first), (BLOCK, BLOCK, 1), ROW, problem.dtype)
     maps = _planes(problem, INPUT, problem.operand_channels), of_filter, _planes(problem, RESULT, problem.result_channels, 1)
-    defines = {
-        "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "WGMMA_N": own.pixels, "STAGES": config.STAGES,
-        "TYPE": ELEMENTS[problem.dtype], "W_MN_MAJOR": int(backward), "OWN_M": own.rows, "RESULTS": own.results,
-    }  # fmt: skip
+    defines = _defines(config) | {"TYPE": ELEMENTS[problem.dtype], "W_MN_MAJOR": int(backward)}
     grid = min(args.tiles, device.multiprocessors * _blocks_per_sm(config))
     launch = KernelLaunch(
-        "hopper_planes", defines, grid, _threads(config), FINISH, (),
-        maps=maps, shared=_ring(config).nbytes(config.STAGES), arch="sm_90a", arguments=args, layer=finish_constants(args),
+        "hopper_planes", defines, grid, _threads(config), FINISH, (), maps=maps, shared=_ring(config).nbytes(config.STAGES), arch="sm_90a",
+        arguments=args, layer=finish_constants(args),
     )  # fmt: skip
     return Schedule.plain([[launch]])
+
+
+def _defines(config: Planes) -> dict[str, int]:
+    own = TILES[config.BLOCK_M, config.BLOCK_N]
+    return asdict(config) | {"WGMMA_N": own.pixels, "OWN_M": own.rows, "RESULTS": own.results}
 
 
 def _consumers(config: Planes) -> int:
@@ -128,11 +129,8 @@ def _tiles(problem: ConvProblem, config: Planes) -> tuple[int, int, int]:
 
 def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each tile, type and direction."""
-    for (rows, pixels), own in TILES.items():
-        choices = {
-            "BLOCK_M": (rows,), "BLOCK_N": (pixels,), "WGMMA_N": (own.pixels,), "STAGES": (_max_stages_of(rows, pixels).STAGES,),
-            "TYPE": (HALF, BFLOAT), "W_MN_MAJOR": FLAG, "OWN_M": (own.rows,), "RESULTS": (own.results,),
-        }  # fmt: skip
+    for tile in TILES:
+        choices = fixed(_defines(_max_stages_of(*tile))) | {"TYPE": (HALF, BFLOAT), "W_MN_MAJOR": FLAG}
         yield VariantSet("hopper_planes", choices, arch="sm_90a")
 
 

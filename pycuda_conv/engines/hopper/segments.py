@@ -75,8 +75,8 @@ def launch(
     grid = min(total.tiles, device.multiprocessors * dense._blocks_per_sm(tile))
     shared, layer = dense._ring(tile, False).nbytes(tile.STAGES), {"WITH_MOMENTS": 0, "LAST_STEPS": dense.STEPS}
     return KernelLaunch(
-        "hopper_dense", defines, grid, 2 * tile.BLOCK_M + 32, (*FINISH, RESULT, RESULT), (), maps=tuple(maps), shared=shared,
-        arch="sm_90a", arguments=(total, behind), layer=finish_constants(total) | layer,
+        "hopper_dense", defines, grid, 2 * tile.BLOCK_M + 32, (*FINISH, RESULT, RESULT), (), maps=tuple(maps), shared=shared, arch="sm_90a",
+        arguments=(total, behind), layer=finish_constants(total) | layer,
     )  # fmt: skip
 
 

@@ -17,16 +17,16 @@ from dataclasses import replace
 from typing import Any
 
 from pycuda_conv.engines.addressing import MOST_PIXELS
+from pycuda_conv.engines.base import ConvProblem, VariantSet, kernel_struct
 from pycuda_conv.engines.costs import costs, together
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, forward_of, pixel_by_pixel
-from pycuda_conv.engines.hopper.common import CLOCK, ROW, image_map, load_base, map_type, most_shared, pixel_cycles
+from pycuda_conv.engines.hopper.common import CLOCK, ROW, image_map, load_base, map_type, most_shared, pixel_cycles, stage_channels
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes
 from pycuda_conv.engines.hopper.wgrad_form import (
     FORM_COST,
     WgradNhwc,
     as_loaded,
     as_seen,
-    block_channels,
     factor_bytes,
     flip,
     fold_level,
@@ -34,28 +34,17 @@ from pycuda_conv.engines.hopper.wgrad_form import (
     group_pack,
     group_packs,
     in_planes,
-    limb_count,
     load_form,
     position_count,
     reads_flat,
     tensor_map_type,
     word_elements,
 )
-from pycuda_conv.engines.hopper.wgrad_launches import (
-    REDUCED_CHANNELS,
-    add_parts,
-    channel_copies,
-    lane_count,
-    part_sums,
-    reduce_parts,
-)
+from pycuda_conv.engines.hopper.wgrad_launches import REDUCED_CHANNELS, add_parts, channel_copies, lane_count, part_sums, reduce_parts
 from pycuda_conv.engines.layout import fold_channels
 from pycuda_conv.engines.limits import HOPPER, NOT_EMPTY, Takes, Tiles, types
 from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Arena, Schedule
-from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, FLOAT, HALF
-from pycuda_conv.engines.variants import VariantSet
-from pycuda_conv.problem import ConvProblem
+from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, FLOAT, HALF, limbs
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch, TensorMap
 
 LEAST_OF_GROUP = 4  # channels of a group, if there are several: with fewer, most products would be thrown away
@@ -72,18 +61,18 @@ PLANES_TILES = {64: (64,), 128: (64, 128, 192)}
 MOST_FLIPPED = 64
 FLIPPED_TILES: dict[int, dict[int, tuple[int, ...]]] = {2: {128: (64, 128, 192), 256: (192,)}, 4: {128: (64,)}, 8: {128: (64,)}}
 
-CONFIGS = (WgradNhwc,)
-LAYOUTS = "CHWN", "CNHW"
-RUNS_ON = HOPPER
-TENSOR_CORES = True
+CONFIGS, LAYOUTS, RUNS_ON, TENSOR_CORES, MOST_VARIANTS = (WgradNhwc,), ("CHWN", "CNHW"), HOPPER, True, {"cuda": 66}
 ORDER = "FLIPPED", "SPLIT"  # what the order of sums depends on
-MOST_VARIANTS = {"cuda": 62}
+COST = costs("hopper.wgrad")
+WgradNhwcArguments = kernel_struct("hopper_wgrad", "WgradNhwcArguments")
+#: The second struct of ``hopper/wgrad.cu``, for flipped tiles.
+FlippedArguments = kernel_struct("hopper_wgrad", "FlippedArguments")
 
 
 def _why_no_planes(problem: ConvProblem) -> str | None:
     """Why the kernel can't run `problem`, whose arrays are NCHW, or None if it can."""
     forward = forward_of(problem)
-    if limb_count(problem) > 1:
+    if limbs(problem) > 1:
         return "it takes NCHW arrays of float16, bfloat16, and of float32 with precision='tf32'"
     if not pixel_by_pixel(forward):
         return "of NCHW arrays it takes 1x1 filters without stride and padding"
@@ -184,14 +173,6 @@ def _max_stages(rows: int, columns: int, size: int) -> int:
     return _ring(WgradNhwc(rows, columns), size).deepest(range(STAGES, 1, -1))
 
 
-# ---- launches
-
-
-WgradNhwcArguments = kernel_struct("hopper_wgrad", "WgradNhwcArguments")
-#: The second struct of ``hopper/wgrad.cu``, for flipped tiles.
-FlippedArguments = kernel_struct("hopper_wgrad", "FlippedArguments")
-
-
 def schedule(problem: ConvProblem, config: WgradNhwc, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`."""
     scratch, seen = Arena(WORKSPACE), as_seen(problem, config)
@@ -229,16 +210,15 @@ def _product(
     _, tap_r, tap_s = loaded.filter_size
     taps, taps_inner = math.prod(loaded.filter_size), int(taps_fastest and parts is None and not config.FLIPPED)
     args = arguments(
-        WgradNhwcArguments, tiles_m=down, tiles_n=across, group_packs=packs, splits=config.SPLIT, stages=stages,
-        part=_part(seen, config), rows=(loaded if config.FLIPPED and parts else forward).K // packs, columns=loaded.C // packs,
-        own_rows=forward.K // forward.groups, own_columns=loaded.C // forward.groups,
-        column_blocks=_column_blocks(seen), inner=taps if taps_inner else _tap_blocks(seen), taps_inner=taps_inner,
-        taps=taps, tap_r=tap_r,
-        tap_s=tap_s, **loads, size=part_sums(problem, config), taps_fastest=int(taps_fastest), image_stages=_image_stages(seen),
+        WgradNhwcArguments, tiles_m=down, tiles_n=across, group_packs=packs, splits=config.SPLIT, stages=stages, part=_part(seen, config),
+        rows=(loaded if config.FLIPPED and parts else forward).K // packs, columns=loaded.C // packs, own_rows=forward.K // forward.groups,
+        own_columns=loaded.C // forward.groups, column_blocks=_column_blocks(seen), inner=taps if taps_inner else _tap_blocks(seen),
+        taps_inner=taps_inner, taps=taps, tap_r=tap_r, tap_s=tap_s, **loads, size=part_sums(problem, config),
+        taps_fastest=int(taps_fastest), image_stages=_image_stages(seen),
     )  # fmt: skip
     defines = {
         "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "WGMMA_N": _consumer_columns(config), "STAGES": config.STAGES,
-        "TYPE": ELEMENTS[problem.dtype], "LIMBS": limb_count(problem), "PLANES": int(in_planes(problem)), "FLIPPED": int(config.FLIPPED),
+        "TYPE": ELEMENTS[problem.dtype], "LIMBS": limbs(problem), "PLANES": int(in_planes(problem)), "FLIPPED": int(config.FLIPPED),
     }
     buffers, structs = ((x, dy), (args, _of_flipped(problem, parts is None, taps_fastest))) if config.FLIPPED else ((), args)
     grid, size = down * across * packs * config.SPLIT, factor_bytes(problem)
@@ -251,15 +231,15 @@ def _product(
 def _of_flipped(problem: ConvProblem, whole: bool, taps_fastest: bool) -> Any:
     """The arguments by which flipped tiles store their sums, which are the result if `whole`."""
     seen = flip(problem)
-    forward, loaded, (_, p, q) = forward_of(seen), as_loaded(seen), forward_of(seen).output_size
+    forward, loaded = forward_of(seen), as_loaded(seen)
     taps, (_, tap_r, tap_s) = math.prod(forward.filter_size), forward.filter_size
     channels = forward.K if whole else fold_taps(problem, 0).C
     out_tap, out_c = (1, taps) if whole and taps_fastest else (channels, 1)
     return arguments(
-        FlippedArguments, own=forward.C, folds=taps // math.prod(loaded.filter_size), out_k=channels * taps, out_tap=out_tap, out_c=out_c,
-        pixels=position_count(seen), plane=math.prod(forward.output_size), pq=p * q, q=q, **by_axis("", forward.input_size),
-        **by_axis("low_", tuple(-pad for pad in forward.padding_before)), tap_r=tap_r, tap_s=tap_s, **by_axis("apart_", forward.dilation),
-        folded_axes=fold_level(seen), dense=loaded.K, thin=loaded.C, **by_axis("size_", loaded.input_size),
+        FlippedArguments, forward, own=forward.C, folds=taps // math.prod(loaded.filter_size), out_k=channels * taps, out_tap=out_tap,
+        out_c=out_c, **by_axis("low_", tuple(-pad for pad in forward.padding_before)), tap_r=tap_r, tap_s=tap_s,
+        **by_axis("apart_", forward.dilation), folded_axes=fold_level(seen), dense=loaded.K, thin=loaded.C,
+        **by_axis("size_", loaded.input_size),
     )  # fmt: skip
 
 
@@ -270,14 +250,14 @@ def _maps(problem: ConvProblem, x: BufferSlice, dy: BufferSlice) -> tuple[dict[s
     layout, addressing = form
     sizes = (loaded.K, positions, 1), (problem.itemsize * loaded.K, problem.itemsize * loaded.K * positions)
     of_x, of_dy = (place if isinstance(place, tuple) else (place, 0) for place in (x, dy))
-    map_x = replace(image_map(loaded, of_x[0], layout, addressing, block_channels(problem)), offset=of_x[1], dtype=tensor_map_type(problem))
-    map_dy = TensorMap(*of_dy, *sizes, (block_channels(problem), block_channels(problem), 1), ROW, tensor_map_type(problem))
+    map_x = replace(image_map(loaded, of_x[0], layout, addressing, stage_channels(problem)), offset=of_x[1], dtype=tensor_map_type(problem))
+    map_dy = TensorMap(*of_dy, *sizes, (stage_channels(problem), stage_channels(problem), 1), ROW, tensor_map_type(problem))
     return by_axis("dilation_", addressing.dilation) | load_base(loaded, addressing), (map_dy, map_x)
 
 
 def _plane_maps(problem: ConvProblem) -> tuple[dict[str, int], tuple[TensorMap, ...]]:
     """The same for NCHW arrays, whose loads step through nothing."""
-    forward, block = forward_of(problem), block_channels(problem)
+    forward, block = forward_of(problem), stage_channels(problem)
     plane = math.prod(forward.output_size)
     row = problem.itemsize * plane
     maps = tuple(
@@ -290,14 +270,14 @@ def _plane_maps(problem: ConvProblem) -> tuple[dict[str, int], tuple[TensorMap, 
 
 def _image_stages(problem: ConvProblem) -> int:
     """Stages of an image's plane."""
-    return ceil(math.prod(forward_of(problem).output_size), block_channels(problem))
+    return ceil(math.prod(forward_of(problem).output_size), stage_channels(problem))
 
 
 def _stages(problem: ConvProblem) -> int:
     """Stages of all positions."""
     if in_planes(problem):
         return forward_of(problem).N * _image_stages(problem)
-    return ceil(position_count(problem), block_channels(problem))
+    return ceil(position_count(problem), stage_channels(problem))
 
 
 def _part(problem: ConvProblem, config: WgradNhwc) -> int:
@@ -312,12 +292,12 @@ def _column_blocks(problem: ConvProblem) -> int:
 
 def _tap_blocks(problem: ConvProblem) -> int:
     """Blocks of channels of a pack of x."""
-    return ceil(as_loaded(problem).C // group_packs(problem), block_channels(problem))
+    return ceil(as_loaded(problem).C // group_packs(problem), stage_channels(problem))
 
 
 def _tiles(problem: ConvProblem, config: WgradNhwc) -> tuple[int, int]:
     """Tiles of a pack along the rows, and along the columns."""
-    return ceil(problem.K // group_packs(problem), config.BLOCK_M), ceil(_column_blocks(problem), config.BLOCK_N // block_channels(problem))
+    return ceil(problem.K // group_packs(problem), config.BLOCK_M), ceil(_column_blocks(problem), config.BLOCK_N // stage_channels(problem))
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
@@ -339,9 +319,6 @@ def variants(device: Device) -> Iterator[VariantSet]:
     yield from fold_channels.variants()
 
 
-# ---- the choice
-
-COST = costs("hopper.wgrad")
 LEAST_STAGES = 4  # of a run, if there are several
 
 
@@ -358,7 +335,7 @@ def _useful_tiles(problem: ConvProblem, flipped: bool) -> Iterator[WgradNhwc]:
     """The tiles whose rows and columns `problem` can fill, and those one size larger."""
     tiles_of, size, seen = _tiles_of(problem, flipped), factor_bytes(problem), as_seen(problem, WgradNhwc(FLIPPED=flipped))
     for rows in _useful(tuple(tiles_of), seen.K // group_packs(seen)):
-        for columns in _useful(tiles_of[rows], _column_blocks(seen) * block_channels(seen)):
+        for columns in _useful(tiles_of[rows], _column_blocks(seen) * stage_channels(seen)):
             yield WgradNhwc(rows, columns, _max_stages(rows, columns, size), FLIPPED=flipped)
 
 
@@ -384,7 +361,7 @@ def _useful(sizes: tuple[int, ...], needed: int) -> list[int]:
 def time(problem: ConvProblem, config: WgradNhwc, device: Device) -> float:
     """Microseconds that `config` should take: loads, arithmetic or bytes from memory; the stores of sums, and rounds of blocks."""
     seen = as_seen(problem, config)
-    forward, loaded, size, block = forward_of(seen), as_loaded(seen), problem.itemsize, block_channels(problem)
+    forward, loaded, size, block = forward_of(seen), as_loaded(seen), problem.itemsize, stage_channels(problem)
     factor = factor_bytes(problem)
     down, across = _tiles(seen, config)
     packs = group_packs(seen)

@@ -16,6 +16,7 @@ from pycuda_conv.engines.base import Config, ConvProblem
 from pycuda_conv.engines.costs import MULTIPROCESSORS, costs
 from pycuda_conv.engines.geometry import ceil, forward_of, phases
 from pycuda_conv.engines.hopper.common import CLOCK, map_type, pixel_cycles, stage_channels
+from pycuda_conv.engines.tensor_cores import limbs
 
 
 @dataclass(frozen=True)
@@ -35,24 +36,14 @@ def word_elements(problem: ConvProblem) -> int:
     return 16 // problem.itemsize
 
 
-def limb_count(problem: ConvProblem) -> int:
-    """The TF32 or 16-bit numbers that an element is split into."""
-    return 2 if problem.dtype == "float32" and problem.precision == "fp32" else 1
-
-
 def factor_bytes(problem: ConvProblem) -> int:
     """Bytes of an element's limbs; 2 of NCHW arrays, which are multiplied as 16-bit numbers are, whatever their type."""
-    return 2 if in_planes(problem) else problem.itemsize * limb_count(problem)
+    return 2 if in_planes(problem) else problem.itemsize * limbs(problem)
 
 
 def tensor_map_type(problem: ConvProblem) -> str:
     """The element type of the tensor maps: they round float32 to TF32, unless the kernel splits it."""
-    return "float32" if limb_count(problem) == 2 else map_type(problem)
-
-
-def block_channels(problem: ConvProblem) -> int:
-    """Channels of a block: a row of an operand in shared memory. A stage has equally many positions."""
-    return stage_channels(problem)
+    return "float32" if limbs(problem) == 2 else map_type(problem)
 
 
 def in_planes(problem: ConvProblem) -> bool:
@@ -86,14 +77,14 @@ def fold_level(problem: ConvProblem) -> int:
 
     def microseconds(level: int) -> float:
         folded = fold_taps(problem, level)
-        blocks = ceil(folded.C, block_channels(problem)) * math.prod(folded.filter_size)
+        blocks = ceil(folded.C, stage_channels(problem)) * math.prod(folded.filter_size)
         loading = blocks * position_count(problem) * pixel_cycles(problem.itemsize * folded.C) / CLOCK / MULTIPROCESSORS
         size = math.prod(folded.input_shape)
         if folded.C == forward.C and not level:
             return loading
         return loading + (FORM_COST.COPY + problem.itemsize * (math.prod(forward.input_shape) + 2 * size) / FORM_COST.COPIED)
 
-    few = not in_planes(problem) and forward.groups == 1 and forward.C < block_channels(problem) and 0 not in forward.result_shape
+    few = not in_planes(problem) and forward.groups == 1 and forward.C < stage_channels(problem) and 0 not in forward.result_shape
     return min((0, 1, 2) if few else (0,), key=microseconds)
 
 
@@ -107,7 +98,7 @@ def as_loaded(problem: ConvProblem) -> ConvProblem:
 def load_form(problem: ConvProblem) -> tuple[PackedLayout, PhaseAddressing] | None:
     """The layout of x as the loads see it, and the addresses that they read; None if tensor loads can't make that."""
     forward = as_loaded(problem)
-    layout = PackedLayout(True, 0, (1, 1, 1), forward.input_size, forward.C, block_channels(problem), forward.filter_size)
+    layout = PackedLayout(True, 0, (1, 1, 1), forward.input_size, forward.C, stage_channels(problem), forward.filter_size)
     (whole,) = phases(forward)
     addressing = phase_addressing(forward, whole, layout)
     return None if addressing is None else (layout, addressing)
@@ -141,7 +132,7 @@ def group_pack(problem: ConvProblem) -> int:
     if forward.groups == 1:
         return 1
     own = forward.C // forward.groups, forward.K // forward.groups
-    fitting = range(1, max(block_channels(problem) // own[0], 1) + 1)
+    fitting = range(1, max(stage_channels(problem) // own[0], 1) + 1)
     return max((n for n in fitting if forward.groups % n == 0 and not any(n * count % word_elements(problem) for count in own)), default=0)
 
 

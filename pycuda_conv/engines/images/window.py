@@ -24,6 +24,7 @@ from pycuda_conv.runtime.base import Device, KernelLaunch, Launcher
 
 #: Threads of a block on a GPU. On OpenCL a block is one work-item.
 THREADS = 128
+MOST_VARIANTS = {"cuda": 69, "opencl": 28}  # texts, as an engine says it
 #: Results of a step of such a block, or of a tile, in float32: a thread has 32 of a pass. In float64 it is half as many.
 STEP_RESULTS = 4096
 #: Sums of a block's shared memory on OpenCL, where the text fixes them.
@@ -45,47 +46,23 @@ WindowArguments = kernel_struct("window.cuh", "WindowArguments")
 
 @dataclass(frozen=True)
 class Window:
-    """Where the pixels of an array lie, and those of a filter's result. Axes are slices (d), rows (h) and columns (w).
+    """Where the pixels of an array lie, and those of a filter's result. Axes are slices (d), rows (h) and columns (w)."""
 
-    Attributes
-    ----------
-    input, output : str
-        Types of the pixels: of :data:`CODES`. Sums are float64 where one of them is, else float32.
-    images : three (int, int, int)
-        Groups of images, outermost first: how many, and the elements from one to the next in the input and in the result.
-    size, result : (int, int, int)
-        Slices, rows and columns.
-    x_strides, y_strides : (int, int)
-        Elements from slice to slice, and from row to row.
-    colours : int
-        Numbers of a column, which are neighbours: at most :data:`MOST_COLOURS`.
-    before : (int, int, int)
-        How far the filter reaches in front of each axis.
-    borders : three str
-        What lies outside: of :data:`BORDERS`.
-    value : float
-        What a constant border has.
-    square, add, root : bool
-        What is done with a sum: see ``cu/images/window.cuh``.
-    boxes : (bool, bool)
-        Whether all taps along rows' axis, and along columns', are equal.
-    """
-
-    input: str
-    output: str
-    images: tuple[tuple[int, int, int], ...]
-    size: tuple[int, int, int]
+    input: str  # type of the pixels, of :data:`CODES`. Sums are float64 where this or the result is, else float32
+    output: str  # and of the result's
+    images: tuple[tuple[int, int, int], ...]  # groups of them, outermost first: how many, and elements from one to the next in x and in y
+    size: tuple[int, int, int]  # slices, rows and columns
     result: tuple[int, int, int]
-    x_strides: tuple[int, int]
+    x_strides: tuple[int, int]  # elements from slice to slice, and from row to row
     y_strides: tuple[int, int]
-    colours: int = 1
-    before: tuple[int, int, int] = (0, 0, 0)
-    borders: tuple[str, str, str] = ("constant",) * 3
-    value: float = 0.0
-    square: bool = False
+    colours: int = 1  # numbers of a column, which are neighbours: at most :data:`MOST_COLOURS`
+    before: tuple[int, int, int] = (0, 0, 0)  # how far the filter reaches in front of each axis
+    borders: tuple[str, str, str] = ("constant",) * 3  # what lies outside: of :data:`BORDERS`
+    value: float = 0.0  # what a constant border has
+    square: bool = False  # what is done with a sum: see ``cu/images/window.cuh``
     add: bool = False
     root: bool = False
-    boxes: tuple[bool, bool] = (False, False)
+    boxes: tuple[bool, bool] = (False, False)  # whether all taps along rows' axis, and along columns', are equal
 
     @property
     def sums(self) -> str:
@@ -355,10 +332,6 @@ def _defines(input: str, output: str, wide: int, host: bool) -> dict[str, int]:
 def compiled(kernel: str, window: Window, taps: tuple[int, int, int], device: Any, skip: bool = False) -> Launcher:
     """The launch, compiled for `device`."""
     return device.schedule_launcher([[_launch(kernel, window, taps, device, skip)]])
-
-
-#: The most texts, as an engine says it.
-MOST_VARIANTS = {"cuda": 69, "opencl": 28}
 
 
 def variants(device: Device) -> Iterator[VariantSet]:

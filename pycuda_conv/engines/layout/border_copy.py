@@ -16,14 +16,13 @@ from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch
 
 THREADS = 256
+MOST_VARIANTS = {"cuda": 8, "opencl": 4}  # texts, as an engine says it
 EACH = {"float16": 8, "bfloat16": 8, "float32": 4, "float64": 4}  # elements that a thread copies
 #: The numbers of types in bordered.cu; 0 is the arithmetic's.
 TYPES = {
     "": 0, "bool": 1, "uint8": 2, "int8": 3, "uint16": 4, "int16": 5, "uint32": 6, "int32": 7, "uint64": 8, "int64": 9, "float16": 10,
     "bfloat16": 11, "float32": 12, "float64": 13,
 }  # fmt: skip
-#: The most texts, as an engine says it.
-MOST_VARIANTS = {"cuda": 8, "opencl": 4}
 
 BorderArguments = kernel_struct("bordered", "BorderArguments")
 

@@ -11,6 +11,7 @@ from pycuda_conv.problem import DTYPE_CODES
 from pycuda_conv.runtime.base import BufferSlice, KernelLaunch
 
 THREADS = 256
+MOST_VARIANTS = {"cuda": 2}  # texts, as an engine says it
 EACH = 4  # elements of a thread
 
 
@@ -51,10 +52,6 @@ def _cast(kernel: str, dtype: str, parts: Sequence[Part]) -> KernelLaunch:
 def _launch(kernel: str, dtype: str, blocks: int, buffers: tuple[BufferSlice, ...], *scalars: int) -> KernelLaunch:
     defines = {"DTYPE": DTYPE_CODES[dtype], "INDEX_64": 0, "THREADS": THREADS}
     return KernelLaunch(kernel, defines, blocks, THREADS, buffers, scalars, "cast")
-
-
-#: The most texts, as an engine says it.
-MOST_VARIANTS = {"cuda": 2}
 
 
 def variants() -> Iterator[VariantSet]:

@@ -13,10 +13,9 @@ from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, KernelLaunch
 
 THREADS = 256
+MOST_VARIANTS = {"cuda": 9, "opencl": 9}  # texts, as an engine says it
 WORDS = (1, 2, 4, 8, 16)  # bytes of what a thread copies
 ROWS, MOST = 32, 144  # rows of a block of sum_taps.cu, and elements of a row that it keeps: half as many of float64
-#: The most variants, as an engine says it.
-MOST_VARIANTS = {"cuda": 9, "opencl": 9}
 
 EnlargeArguments = kernel_struct("upsampled", "EnlargeArguments")
 SumTapsArguments = kernel_struct("sum_taps", "SumTapsArguments")

@@ -8,22 +8,11 @@ from functools import lru_cache
 from itertools import groupby
 
 from pycuda_conv import borders
-from pycuda_conv.engines.geometry import (
-    arguments,
-    by_axis,
-    ceil,
-    filter_last_strides,
-    filter_strides,
-    finish,
-    near_sides,
-    needs_64_bits,
-    read_strides,
-    written_strides,
-)
+from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_last_strides, filter_strides, near_sides, needs_64_bits
 from pycuda_conv.engines.schedule import OPERANDS, grid_refusal
 from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.tensor_cores import ELEMENTS, products
-from pycuda_conv.engines.variants import FLAG, Defines, VariantSet
+from pycuda_conv.engines.tensor_cores import ELEMENTS, is_multiplied, products
+from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
@@ -110,7 +99,7 @@ def on_tensor_cores(problem: ConvProblem, device: Device) -> bool:
 def launch(problem: ConvProblem, device: Device, filter_last: bool = False) -> KernelLaunch:
     """The launch, which follows those for zeros around the image. `filter_last`: the filter's second axis is last in memory."""
     (size, chunks, outer), tiles = _threads(problem), ceil(results(problem) * problem.N, RESULTS)
-    x, y, (_, w_made, w_read), w_tap = read_strides(problem), written_strides(problem), filter_strides(problem), 1
+    (_, w_made, w_read), w_tap = filter_strides(problem), 1
     if filter_last:
         w_made, w_read, w_tap = filter_last_strides(problem)
     made, read = problem.result_channels // problem.groups, problem.operand_channels // problem.groups
@@ -120,14 +109,12 @@ def launch(problem: ConvProblem, device: Device, filter_last: bool = False) -> K
     parts = [[*axis, (n, 0), (n, 0)][:2] for n, axis in zip(problem.result_size, runs(problem), strict=True)]
     rim = [sum(count for _, count in axis) for axis in parts]
     args = arguments(
-        RimsArguments, size=size, rims=results(problem), outer=outer, images=problem.N, tiles=tiles, channels=problem.result_channels,
-        chunks=chunks, made=made, read=read, y_image=y.image, y_channel=y.channel, y_pixel=y.pixel, x_image=x.image, x_channel=x.channel,
-        x_pixel=x.pixel, w_read=w_read, w_made=w_made, w_tap=w_tap, **by_axis("y_", problem.result_size),
-        **by_axis("x_", problem.operand_size), **by_axis("", problem.filter_size, "trs"), **by_axis("before_", before),
-        **by_axis("after_", after), **(near_sides(problem) or {}), **by_axis("shift_", shift), **by_axis("stride_", problem.stride),
-        **by_axis("dilation_", problem.dilation), **by_axis("low_", [low for (low, _), _ in parts]),
+        RimsArguments, problem, size=size, rims=results(problem), outer=outer, images=problem.N, tiles=tiles,
+        channels=problem.result_channels, chunks=chunks, made=made, read=read, w_read=w_read, w_made=w_made, w_tap=w_tap,
+        **by_axis("y_", problem.result_size), **by_axis("x_", problem.operand_size), **by_axis("before_", before),
+        **by_axis("after_", after), **by_axis("shift_", shift), **by_axis("low_", [low for (low, _), _ in parts]),
         **by_axis("lows_", [count for (_, count), _ in parts]), **by_axis("high_", [high for _, (high, _) in parts]),
-        **by_axis("rim_", rim), **by_axis("plain_", [n - own for n, own in zip(problem.result_size, rim, strict=True)]), **finish(problem),
+        **by_axis("rim_", rim), **by_axis("plain_", [n - own for n, own in zip(problem.result_size, rim, strict=True)]),
     )  # fmt: skip
     if on_tensor_cores(problem, device):
         blocks = tiles * ceil(made, CHANNELS) * problem.groups
@@ -141,17 +128,12 @@ def launch(problem: ConvProblem, device: Device, filter_last: bool = False) -> K
     return KernelLaunch("border_rims", defines, ceil(size, THREADS), THREADS, OPERANDS, (), "rims", arguments=args)
 
 
-def _goes(defines: Defines) -> bool:
-    vector = {code: VECTORS[dtype] for dtype, code in DTYPE_CODES.items()}[defines["DTYPE"]]
-    return defines["VECTOR"] in ((1, vector) if defines["NHWC"] else (1,))
-
-
 def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each type, layout and direction."""
-    choices = {
-        "DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "THREADS": (THREADS,), "NHWC": FLAG, "VECTOR": (1, 4, 8), "GRADIENT": FLAG,
-    }
-    yield VariantSet("rims", choices, _goes)
+    for dtype, vector in VECTORS.items():
+        choices = {"DTYPE": (DTYPE_CODES[dtype],), "INDEX_64": FLAG, "THREADS": (THREADS,), "GRADIENT": FLAG}
+        yield VariantSet("rims", choices | {"NHWC": (1,), "VECTOR": (1, vector)[: 1 + (vector > 1)]})
+        yield VariantSet("rims", choices | {"NHWC": (0,), "VECTOR": (1,)})
     if device.backend == "cuda" and device.capability >= (8, 0):
         choices = {"TYPE": (16, 17, 32), "PRODUCTS": (1, 3), "WIDE_LOADS": FLAG, "GRADIENT": FLAG}
-        yield VariantSet("rims_product", choices, lambda defines: defines["PRODUCTS"] == 1 or defines["TYPE"] == 32)
+        yield VariantSet("rims_product", choices, is_multiplied)

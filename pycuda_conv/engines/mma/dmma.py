@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
-from pycuda_conv.engines.base import FLAG, Config, ConvProblem, Device, KernelLaunch, VariantSet, fastest, kernel_struct
+from pycuda_conv.engines.base import FLAG, Config, ConvProblem, Device, KernelLaunch, VariantSet, fastest, fixed, kernel_struct
 from pycuda_conv.engines.costs import MULTIPROCESSORS, costs
 from pycuda_conv.engines.geometry import (
     Phase,
@@ -313,9 +313,8 @@ def _defines(config: Dmma, tile: _Tile, form: _Form, device: Device) -> dict[str
     return {
         "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "WARP_M": tile.WARP_M, "WARP_N": tile.WARP_N, "SLICES": tile.SLICES,
         "STAGES": tile.STAGES if device.capability >= (9, 0) else tile.stages_80, "MIN_BLOCKS": len(tile.rates),
-        "CHAINS": int(tile in CUT.values()),
-        "A_IN_ROWS_OF_K": form.A_IN_ROWS_OF_K, "A_VEC": form.A_VEC, "B_IN_ROWS_OF_K": form.B_IN_ROWS_OF_K, "B_VEC": form.B_VEC,
-        "ONE_TAP": form.ONE_TAP,
+        "CHAINS": int(tile in CUT.values()), "A_IN_ROWS_OF_K": form.A_IN_ROWS_OF_K, "A_VEC": form.A_VEC,
+        "B_IN_ROWS_OF_K": form.B_IN_ROWS_OF_K, "B_VEC": form.B_VEC, "ONE_TAP": form.ONE_TAP,
     }
 
 
@@ -364,9 +363,7 @@ def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each tile and each way to read operands, and one that packs filters."""
     for size, tile in dict.fromkeys([*TILES.items(), *CUT.items()]):
         of_tile = _defines(Dmma(*size), tile, _Form(False, 1, 0, 1), device)
-        choices = {name: (value,) for name, value in of_tile.items()} | {
-            "A_IN_ROWS_OF_K": FLAG, "A_VEC": (1, 2), "B_IN_ROWS_OF_K": FLAG, "B_VEC": (1, 2), "ONE_TAP": FLAG,
-        }  # fmt: skip
+        choices = fixed(of_tile) | {"A_IN_ROWS_OF_K": FLAG, "A_VEC": (1, 2), "B_IN_ROWS_OF_K": FLAG, "B_VEC": (1, 2), "ONE_TAP": FLAG}
         yield VariantSet("dmma", choices, _is_listed)
     yield VariantSet("dmma", {})
 

@@ -9,18 +9,16 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
-from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.base import FLAG, Config, Device, KernelLaunch, VariantSet, kernel_struct
 from pycuda_conv.engines.costs import bytes_moved, costs
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, read_strides
 from pycuda_conv.engines.limits import AMPERE, NOT_EMPTY, Takes, Tiles, types
 from pycuda_conv.engines.schedule import GRID_LIMIT, OPERANDS, Schedule, finish_constants
-from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, SHARED_BYTES, is_multiplied, products
-from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import ConvProblem, Size3
-from pycuda_conv.runtime.base import Device, KernelLaunch
 
 WARPS = 4  # of a block
 STEP_BYTES, LANE_BYTES = 64, 16  # bytes of a pixel's channels: of a step, of a lane
@@ -45,18 +43,10 @@ class FewChannels(Config):
     PARTS: int = 1
 
 
-CONFIGS = (FewChannels,)
-LAYOUTS = "NCHW", "NHWC"
-RUNS_ON = AMPERE
-TENSOR_CORES = True
+CONFIGS, LAYOUTS, RUNS_ON, TENSOR_CORES, MOST_VARIANTS = (FewChannels,), ("NCHW", "NHWC"), AMPERE, True, {"cuda": 32}
 ORDER = ("PARTS",)  # what the order of sums depends on
-MOST_VARIANTS = {"cuda": 32}
-
-
+COST = costs("mma.few_channels")
 FewChannelsArguments = kernel_struct("few_channels", "FewChannelsArguments")
-
-
-# ---- what runs
 
 
 def _slice(problem: ConvProblem, channels: int, size: Size3) -> int:
@@ -98,34 +88,9 @@ def _axis(problem: ConvProblem, axis: int) -> _Axis:
     return _Axis(stride // common, stride * step, 1, step)
 
 
-class _Tile(NamedTuple):
-    """The tile of a configuration."""
-
-    chunk: int  # channels of the result
-    chunks: int
-    columns: int  # of the input
-    first_w: int  # the first input column, in the first tile
-    tile_q: int  # columns of the result
-    tile_w: int  # columns of the input from one tile to the next
-    rows: int  # rows of a phase of the result
-    row_phases: int
-    tiles_h: int
-    tiles_w: int
-    tiles: int  # of a phase and a chunk, over all images
-    taps: int  # the most rows of taps that a phase meets
-    steps: int  # of channels
-    u_at: int
-    table_at: int
-    shared: int
-
-    @property
-    def combinations(self) -> int:
-        """Pairs of a phase and a chunk."""
-        return self.row_phases * self.chunks
-
-
 @lru_cache(maxsize=1024)  # the planner asks for it several times
-def _tile(problem: ConvProblem, config: FewChannels) -> _Tile:
+def _tile(problem: ConvProblem, config: FewChannels) -> Any:
+    """The tile of a configuration: what the kernel's members of these names have, and its columns, taps, steps and combinations."""
     (t, r, s), (o, p, q) = problem.filter_size, problem.result_size
     stride, pad, dilation = problem.stride[2], problem.padding_before[2], problem.dilation[2]
     channels, eights = problem.result_channels, config.BLOCK_N // 8
@@ -148,19 +113,20 @@ def _tile(problem: ConvProblem, config: FewChannels) -> _Tile:
     u_at = t * taps * steps * eights * 32 * LANE_BYTES
     table_at = u_at + s * chunk * (config.PARTS * tile_rows * columns + 4) * 4
     table_at += -table_at % 8
-    return _Tile(
-        chunk, ceil(channels, chunk), columns, first_w, tile_q, tile_w, tile_rows, row_phases, tiles_h, tiles_w,
-        problem.N * o * tiles_h * tiles_w, taps, steps, u_at, table_at, table_at + 8 * max(tile_q, 0),
+    return SimpleNamespace(
+        chunk=chunk, chunks=ceil(channels, chunk), columns=columns, first_w=first_w, tile_q=tile_q, tile_w=tile_w, rows=tile_rows,
+        row_phases=row_phases, tiles_h=tiles_h, tiles_w=tiles_w, tiles=problem.N * o * tiles_h * tiles_w, taps=taps, steps=steps,
+        u_at=u_at, table_at=table_at, shared=table_at + 8 * max(tile_q, 0), combinations=row_phases * ceil(channels, chunk),
     )  # fmt: skip
 
 
-def _resident(problem: ConvProblem, tile: _Tile, device: Device) -> int:
+def _resident(problem: ConvProblem, tile: Any, device: Device) -> int:
     """Blocks that fit a multiprocessor."""
     shared = MULTIPROCESSOR_KIB.get(device.capability, OTHER_MULTIPROCESSOR_KIB) * 1024
     return max(1, min(4 if _wide_loads(problem) and products(problem) == 1 else 3, shared // (tile.shared + 1024)))
 
 
-def _workers(problem: ConvProblem, tile: _Tile, device: Device) -> int:
+def _workers(problem: ConvProblem, tile: Any, device: Device) -> int:
     """Blocks that share the tiles of a phase and a chunk."""
     return min(tile.tiles, max(1, ceil(device.multiprocessors * _resident(problem, tile, device), tile.combinations)))
 
@@ -187,9 +153,6 @@ LEGAL = Tiles(
 )  # fmt: skip
 
 
-# ---- launches
-
-
 def schedule(problem: ConvProblem, config: FewChannels, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`; they note no moments."""
     return Schedule.reading(problem, lambda strides: [[_launch(problem, config, device, strides)]], problem.layout == "NHWC")
@@ -205,9 +168,9 @@ def _launch(problem: ConvProblem, config: FewChannels, device: Device, strides: 
     args = arguments(
         FewChannelsArguments, problem, tile, workers=workers, warps_w=config.WARPS_W, warps_h=tile.rows // rows, parts=config.PARTS,
         part_steps=ceil(tile.steps, config.PARTS), tile_rows=tile.rows, gradient=int(gradient), channel_steps=tile.steps,
-        **by_axis("taps_", problem.filter_size, "trs"), every_h=down.every, every_w=across.every, rows_apart=down.apart,
-        row_step=down.step, column_step=-across.step if gradient else across.step, w_k=w_k, w_c=w_c, w_tap=w_tap,
-        x_slice=h * w * pixel, x_row=w * pixel, channels_last=int(last),
+        **by_axis("taps_", problem.filter_size, "trs"), every_h=down.every, every_w=across.every, rows_apart=down.apart, row_step=down.step,
+        column_step=-across.step if gradient else across.step, w_k=w_k, w_c=w_c, w_tap=w_tap, x_slice=h * w * pixel, x_row=w * pixel,
+        channels_last=int(last),
     )  # fmt: skip
     defines = {
         "TYPE": ELEMENTS[problem.dtype], "PRODUCTS": products(problem), "COLUMN_TILES": eights, "ROWS": rows, "PIXEL_TILES": sixteens,
@@ -224,11 +187,6 @@ def variants(device: Device) -> Iterator[VariantSet]:
     common = {"TYPE": tuple(ELEMENTS.values()), "PRODUCTS": (1, 3), "WIDE_LOADS": FLAG}
     for eights, (rows, sixteens) in TILES.items():
         yield VariantSet("few_channels", common | {"COLUMN_TILES": (eights,), "ROWS": (rows,), "PIXEL_TILES": (sixteens,)}, is_multiplied)
-
-
-# ---- the choice
-
-COST = costs("mma.few_channels")
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[FewChannels]:

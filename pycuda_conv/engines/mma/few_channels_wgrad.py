@@ -12,16 +12,12 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from pycuda_conv.engines import split_sum
-from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.base import Config, ConvProblem, Device, KernelLaunch, VariantSet, kernel_struct
 from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.geometry import arguments, ceil, even_parts, forward_of
 from pycuda_conv.engines.limits import AMPERE, IN_32_BITS, NOT_EMPTY, TWO_AXES, Takes, Tiles, types
 from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Schedule
-from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, SHARED_BYTES, limbs, product_rate, products
-from pycuda_conv.engines.variants import VariantSet
-from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import Device, KernelLaunch
 
 THREADS, WARPS = 256, 8
 BLOCKS = 2         # that share a multiprocessor
@@ -49,14 +45,9 @@ class FewChannelsWgrad(Config):
     PARTS: int = 1
 
 
-CONFIGS = (FewChannelsWgrad,)
-LAYOUTS = ("CHWN",)
-RUNS_ON = AMPERE
-TENSOR_CORES = True
-MOST_VARIANTS = {"cuda": 25}
-
-
-# ---- what runs
+CONFIGS, LAYOUTS, RUNS_ON, TENSOR_CORES, MOST_VARIANTS = (FewChannelsWgrad,), ("CHWN",), AMPERE, True, {"cuda": 25}
+COST = costs("mma.few_channels_wgrad")
+FewChannelsWgradArguments = kernel_struct("few_channels_wgrad", "FewChannelsWgradArguments")
 
 
 class _Axis(NamedTuple):
@@ -163,12 +154,6 @@ LEGAL = Tiles(
 )  # fmt: skip
 
 
-# ---- launches
-
-
-FewChannelsWgradArguments = kernel_struct("few_channels_wgrad", "FewChannelsWgradArguments")
-
-
 def schedule(problem: ConvProblem, config: FewChannelsWgrad, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`."""
     defines = {"TYPE": ELEMENTS[problem.dtype], "LIMBS": limbs(problem), "M_TILES": config.M_TILES, "N_TILES": config.N_TILES}
@@ -206,9 +191,6 @@ def variants(device: Device) -> Iterator[VariantSet]:
             yield VariantSet("few_channels_wgrad", {"TYPE": types, "LIMBS": (split,), "M_TILES": (m_tiles,), "N_TILES": n_tiles})
 
 
-# ---- the choice
-
-COST = costs("mma.few_channels_wgrad")
 WIDTHS, HEIGHTS = (16, 32, 64), (1, 2, 4, 8, 16)  # columns and rows of tiles
 
 

@@ -128,8 +128,8 @@ TAKES = Takes(
     IN_32_BITS,
 )  # fmt: skip
 LEGAL = Tiles(
-    TAKES, FewInputs, shared=(lambda problem, config: _tile(problem, config).shared, SHARED_BYTES),
-    blocks=lambda problem, config: _blocks(problem, config), BLOCK_N=CHANNELS, COLUMNS=COLUMNS,
+    TAKES, FewInputs, shared=(lambda problem, config: _tile(problem, config).shared, SHARED_BYTES), blocks=lambda problem,
+    config: _blocks(problem, config), BLOCK_N=CHANNELS, COLUMNS=COLUMNS,
 )  # fmt: skip
 
 

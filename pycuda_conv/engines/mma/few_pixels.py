@@ -106,7 +106,7 @@ def _up_to(n: int, rest: int, of: int) -> int:
 
 
 @lru_cache(maxsize=1024)  # the planner asks for it several times
-def _tile(problem: ConvProblem, config: FewPixels) -> _Tile | None:
+def _tile(problem: ConvProblem, config: FewPixels) -> Any:
     """The tile with the most channels of a stage that fit shared memory, up to STEPS steps a warp; None if none fit."""
     part = ceil(ceil(problem.operand_channels * problem.itemsize, UNIT_BYTES), config.CLUSTER)
     ordered = sorted(phases(problem), key=lambda phase: -math.prod(phase.taps))
@@ -170,13 +170,12 @@ LEGAL = Tiles(
 def schedule(problem: ConvProblem, config: FewPixels, device: Device, with_moments: bool = False) -> Schedule:
     """The launch of `config`, which can run `problem`; it notes no moments."""
     tile = _tile(problem, config)
-    assert tile is not None
     args = tile.phases
     if len(args) > 1:
         args += (args[-1]._replace(tiles=0),) * (PHASES - len(args))  # empty phases fill the kernel's parameter
     launch = KernelLaunch(
-        "mma_few_pixels", _defines(problem, config), _blocks(problem, config), 32 * WARPS, OPERANDS, (),
-        shared=tile.shared, arguments=args, layer=finish_constants(args[0]),
+        "mma_few_pixels", _defines(problem, config), _blocks(problem, config), 32 * WARPS, OPERANDS, (), shared=tile.shared, arguments=args,
+        layer=finish_constants(args[0]),
     )  # fmt: skip
     return Schedule.plain([[launch]])
 
@@ -223,7 +222,6 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[FewPixels]:
 def time(problem: ConvProblem, config: FewPixels, device: Device) -> float:
     """Microseconds that `config` should take: rounds of blocks, each with its loads beside its products, and its other work."""
     tile = _tile(problem, config)
-    assert tile is not None
     first, blocks, groups = tile.phases[0], _blocks(problem, config), WARPS * WARP_M // config.BLOCK_M
     fitting = 1 if products(problem) == 3 or 2 * (tile.shared + STATIC_SHARED) > MOST_SHARED else 2  # on a multiprocessor
     alone = max(device.multiprocessors * COST.AT_ONCE[config.CLUSTER] // MULTIPROCESSORS, 1)  # clusters
@@ -240,5 +238,4 @@ def time(problem: ConvProblem, config: FewPixels, device: Device) -> float:
 
 def _blocks(problem: ConvProblem, config: FewPixels) -> int:
     tile = _tile(problem, config)
-    assert tile is not None
     return int(sum(phase.tiles for phase in tile.phases) * config.CLUSTER)

@@ -14,7 +14,7 @@ from typing import ClassVar
 from pycuda_conv.engines import packing
 from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing, filter_sizes, packed_key, packed_layout, row_blocks
 from pycuda_conv.engines.addressing import why_not as why_not_packed
-from pycuda_conv.engines.base import Config, ConvProblem, VariantSet, costs, kernel_struct
+from pycuda_conv.engines.base import Config, ConvProblem, VariantSet, costs, fixed, kernel_struct
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, finish
 from pycuda_conv.engines.hopper.ring import Ring
 from pycuda_conv.engines.limits import AMPERE, Takes, Tiles
@@ -96,8 +96,8 @@ def _fits(problem: ConvProblem, config: ImplicitGemm80) -> str | None:
 
 TAKES = Takes(why_not_packed, ("it counts eights of channels in 32 bits", _counts))
 LEGAL = Tiles(
-    TAKES, ImplicitGemm80, _fits, BLOCK_M=(128, 64), BLOCK_N=(256, 128, 64),
-    blocks=lambda problem, config: max(_blocks(problem, config, addressing) for addressing in packed_layout(problem)[1]),
+    TAKES, ImplicitGemm80, _fits, BLOCK_M=(128, 64), BLOCK_N=(256, 128, 64), blocks=lambda problem,
+    config: max(_blocks(problem, config, addressing) for addressing in packed_layout(problem)[1]),
 )  # fmt: skip
 
 
@@ -146,10 +146,7 @@ def _product(
     )
     defines = arithmetic(problem, phase, config.SPLIT > 1) | {"BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "STAGES": config.STAGES}
     grid, shared = _blocks(problem, config, addressing), config.STAGES * _ring(config, limbs(problem)).stage
-    return KernelLaunch(
-        "mma_gemm", defines, grid, THREADS, buffers, (), shared=shared, arguments=args,
-        layer=finish_constants(args),
-    )  # fmt: skip
+    return KernelLaunch("mma_gemm", defines, grid, THREADS, buffers, (), shared=shared, arguments=args, layer=finish_constants(args))
 
 
 def _tiles(problem: ConvProblem, config: ImplicitGemm80, addressing: PhaseAddressing) -> tuple[int, int]:
@@ -175,7 +172,7 @@ def variants(device: Device) -> Iterator[VariantSet]:
         if pixels == 256 and (rows == 64 or count == 3):
             continue
         stages = _ring(ImplicitGemm80(rows, pixels), 2 if count == 3 else 1).deepest(DEPTHS)
-        tile = {"BLOCK_M": (rows,), "BLOCK_N": (pixels,), "STAGES": (stages,)}
+        tile = fixed(ImplicitGemm80(rows, pixels, stages), "SPLIT")
         yield from (VariantSet("mma_gemm", one | tile, _is_listed) for one in ARITHMETICS if one["PRODUCTS"] == (count,))
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from pycuda_conv.engines.addressing import MOST_PIXELS
 from pycuda_conv.engines.base import Config, ConvProblem, Device, KernelLaunch, VariantSet, kernel_struct
-from pycuda_conv.engines.channel_units import MOST_STEPS, STEP, Units, chunks_read, cut, pitch, worth_it
+from pycuda_conv.engines.channel_units import MOST_STEPS, STEP, chunks_read, cut, pitch, worth_it
 from pycuda_conv.engines.costs import costs, spread, together
 from pycuda_conv.engines.geometry import Phase, arguments, ceil, phases, row_major, too_many_phases
 from pycuda_conv.engines.limits import AMPERE, TWO_AXES, Takes, Tiles
@@ -55,7 +55,7 @@ def _few_steps(problem: ConvProblem) -> str | None:
     return None if units.steps <= MOST_STEPS else f"it takes at most {MOST_STEPS * STEP // problem.itemsize} channels of the input a group"
 
 
-def _units(problem: ConvProblem) -> Units | None:
+def _units(problem: ConvProblem) -> Any:
     """The units of `problem`; None if their channels don't begin at multiples of four."""
     groups = problem.groups
     return cut(groups, problem.operand_channels // groups, problem.result_channels // groups, problem.itemsize)
@@ -64,13 +64,11 @@ def _units(problem: ConvProblem) -> Units | None:
 def _chunks(problem: ConvProblem, count: int) -> int:
     """16-byte chunks of `count` units."""
     units = _units(problem)
-    assert units is not None
     return chunks_read(units, count)
 
 
 def _unit_blocks(problem: ConvProblem, config: GroupedNhwc) -> int:
     units = _units(problem)
-    assert units is not None
     return ceil(units.total, config.UNITS)
 
 
@@ -150,7 +148,6 @@ def _tile_size(view: _PhaseView, config: GroupedNhwc) -> tuple[int, int]:
 
 def _filter_bytes(problem: ConvProblem, config: GroupedNhwc, view: _PhaseView) -> int:
     units = _units(problem)
-    assert units is not None
     return config.UNITS * units.steps * view.down.taps * view.right.taps * 512
 
 
@@ -171,8 +168,8 @@ TAKES = Takes(
 LEGAL = Tiles(
     TAKES, GroupedNhwc, (f"TILE_P must be a multiple of {ROWS}", lambda _, config: config.TILE_P % ROWS == 0),
     ("a warp loads a pixel's channels of all units at once, up to 512 bytes", lambda p, config: _chunks(p, config.UNITS) <= 32),
-    shared=(_shared_bytes, SHARED_BYTES), UNITS=COUNTS,
-    blocks=lambda p, config: _unit_blocks(p, config) * _phase_count(p) * max(_tiles(view, config) for view in _views(p)),
+    shared=(_shared_bytes, SHARED_BYTES), UNITS=COUNTS, blocks=lambda p,
+    config: _unit_blocks(p, config) * _phase_count(p) * max(_tiles(view, config) for view in _views(p)),
 )  # fmt: skip
 
 
@@ -218,7 +215,6 @@ def _blocks(problem: ConvProblem, config: GroupedNhwc, device: Device, views: tu
 def _arguments(problem: ConvProblem, config: GroupedNhwc, w_strides: tuple[int, int, int, int], view: _PhaseView, blocks: int) -> Any:
     """The kernel's arguments of a phase."""
     units, down, right, phase = _units(problem), view.down, view.right, view.phase
-    assert units is not None
     groups, chunks, (tile_h, tile_w) = problem.groups, _chunks(problem, config.UNITS), _tile_size(view, config)
     jobs_q = ceil(config.IMAGES * config.TILE_Q, COLUMNS)
     _, row, _ = row_major(problem.result_size)
@@ -289,7 +285,6 @@ class _Work(NamedTuple):
 
 def _work(problem: ConvProblem, config: GroupedNhwc, view: _PhaseView, device: Device) -> _Work:
     units, unrolled = _units(problem), _unrolled(problem)
-    assert units is not None
     jobs = config.UNITS * ceil(config.IMAGES * config.TILE_Q, COLUMNS) * config.TILE_P // ROWS
     taps, loads = view.down.taps * view.right.taps, _chunks(problem, config.UNITS) * config.IMAGES * math.prod(_tile_size(view, config))
     rows = (ROWS - 1) * view.down.stride + unrolled if unrolled > 1 else ROWS  # of the input, which a column of the filter's taps loads

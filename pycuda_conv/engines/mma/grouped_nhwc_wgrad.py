@@ -10,17 +10,13 @@ from typing import Any
 
 from pycuda_conv.engines import split_sum
 from pycuda_conv.engines.addressing import MOST_PIXELS
-from pycuda_conv.engines.base import Config
-from pycuda_conv.engines.channel_units import MOST_STEPS, STEP, Units, chunks_read, chunks_written, cut, pitch, worth_it
+from pycuda_conv.engines.base import FLAG, Config, ConvProblem, Device, KernelLaunch, VariantSet, kernel_struct
+from pycuda_conv.engines.channel_units import MOST_STEPS, STEP, chunks_read, chunks_written, cut, pitch, worth_it
 from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.geometry import arguments, ceil, even_parts, forward_of
 from pycuda_conv.engines.limits import AMPERE, HALVES, NOT_EMPTY, TWO_AXES, Takes, Tiles
 from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Schedule
-from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF, SHARED_BYTES, product_rate
-from pycuda_conv.engines.variants import FLAG, VariantSet
-from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import Device, KernelLaunch
 
 THREADS, WARPS = 256, 8
 BLOCKS = 2   # that share a multiprocessor
@@ -41,17 +37,12 @@ class GroupedWgrad(Config):
     PARTS: int = 1
 
 
-CONFIGS = (GroupedWgrad,)
-LAYOUTS = ("CHWN",)
-RUNS_ON = AMPERE
-TENSOR_CORES = True
-MOST_VARIANTS = {"cuda": 8}
+CONFIGS, LAYOUTS, RUNS_ON, TENSOR_CORES, MOST_VARIANTS = (GroupedWgrad,), ("CHWN",), AMPERE, True, {"cuda": 8}
+COST = costs("mma.grouped_nhwc_wgrad")
+GroupedWgradArguments = kernel_struct("grouped_nhwc_wgrad", "GroupedWgradArguments")
 
 
-# ---- what runs
-
-
-def _units(problem: ConvProblem) -> Units | None:
+def _units(problem: ConvProblem) -> Any:
     """The units of channels of dy."""
     forward = forward_of(problem)
     return cut(forward.groups, forward.C // forward.groups, forward.K // forward.groups, forward.itemsize)
@@ -70,7 +61,6 @@ def _tiles(problem: ConvProblem, config: GroupedWgrad) -> int:
 def _blocks(problem: ConvProblem, config: GroupedWgrad) -> tuple[int, int]:
     """Slabs, and blocks of taps."""
     units = _units(problem)
-    assert units is not None
     return ceil(units.total, config.UNITS), ceil(math.prod(problem.output_size), _taps(problem))
 
 
@@ -96,7 +86,6 @@ def _loads(problem: ConvProblem, config: GroupedWgrad) -> tuple[int, int]:
 def _shared_bytes(problem: ConvProblem, config: GroupedWgrad) -> int:
     """Bytes of shared memory of a block: zeros and two tiles, or the sums of a warp for each step."""
     units, (of_x, of_y) = _units(problem), _loads(problem, config)
-    assert units is not None
     tiles = of_x * pitch(chunks_read(units, config.UNITS)) + of_y * pitch(chunks_written(units, config.UNITS))
     return max(ZEROS + 2 * tiles, config.UNITS * units.steps * _taps(problem) * 8 * 32 * 4)
 
@@ -113,7 +102,6 @@ def _lie_well(problem: ConvProblem) -> str | None:
 
 def _fits(problem: ConvProblem, config: GroupedWgrad) -> str | None:
     units = _units(problem)
-    assert units is not None
     if config.UNITS * units.steps > WARPS:
         return f"a block's units have up to {WARPS} steps together"
     if max(chunks_read(units, config.UNITS), chunks_written(units, config.UNITS)) > 32:
@@ -131,12 +119,6 @@ LEGAL = Tiles(
 )  # fmt: skip
 
 
-# ---- launches
-
-
-GroupedWgradArguments = kernel_struct("grouped_nhwc_wgrad", "GroupedWgradArguments")
-
-
 def schedule(problem: ConvProblem, config: GroupedWgrad, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`."""
     defines = {"TYPE": ELEMENTS[problem.dtype], "TAPS": _taps(problem), "WHOLE": int(config.PARTS == 1)}
@@ -151,7 +133,6 @@ def schedule(problem: ConvProblem, config: GroupedWgrad, device: Device, with_mo
 def _arguments(problem: ConvProblem, config: GroupedWgrad) -> Any:
     """The kernel's arguments."""
     forward, units, (unit_blocks, tap_blocks) = forward_of(problem), _units(problem), _blocks(problem, config)
-    assert units is not None
     (_, p, q), (tile_h, tile_w) = forward.output_size, _tile_size(problem, config)
     jobs, chunks_x, chunks_y = config.UNITS * units.steps, chunks_read(units, config.UNITS), chunks_written(units, config.UNITS)
     return arguments(
@@ -170,9 +151,6 @@ def variants(device: Device) -> Iterator[VariantSet]:
     yield VariantSet("grouped_nhwc_wgrad", {"TYPE": (HALF, BFLOAT), "TAPS": TAPS, "WHOLE": FLAG})
 
 
-# ---- the choice
-
-COST = costs("mma.grouped_nhwc_wgrad")
 HEIGHTS, WIDEST, IMAGES = (2, 4, 8), 64, (2, 4, 7, 8)  # rows, most columns of an image, and images of tiles
 
 
@@ -180,7 +158,6 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[GroupedWgrad]:
     """The configurations worth comparing for `problem`: tiles that cut rows and columns evenly, and as many parts as fill the GPU."""
     forward, units, (_, p, q) = forward_of(problem), _units(problem), problem.filter_size
     images = forward.N
-    assert units is not None
     if not worth_it(units, forward.groups) or (forward.groups == 1 and forward.stride != (1, 1, 1)):
         return
     heights = sorted({ceil(p, ceil(p, rows)) for rows in HEIGHTS})
@@ -196,7 +173,6 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[GroupedWgrad]:
 def time(problem: ConvProblem, config: GroupedWgrad, device: Device) -> float:
     """Microseconds that `config` should take: the work of the multiprocessor with most blocks, or bytes; and adding the parts."""
     units, (unit_blocks, tap_blocks), (of_x, of_y) = _units(problem), _blocks(problem, config), _loads(problem, config)
-    assert units is not None
     multiprocessors, size, forward = device.multiprocessors, math.prod(problem.result_shape), forward_of(problem)
     taps = _taps(problem)
     rows = config.UNITS * units.steps * config.TILE_P * ceil(config.IMAGES * config.TILE_Q, COLUMNS)

@@ -24,6 +24,7 @@ Activation = str | tuple[str, float] | None
 
 HALVES = "float16", "bfloat16"
 THREADS = 128
+MOST_VARIANTS = {"cuda": 73, "opencl": 24}  # texts, as an engine says it
 #: Threads of a block that adds slices, or works on per-channel values. Each thread adds few, one after the other.
 ADDING_THREADS = 1024
 #: Slices that such a thread adds, if there are enough of them; and the fewest and most threads that share the slices of a column.
@@ -41,18 +42,10 @@ MOST_WHOLE, MANY_CHANNELS = 3200, 128
 
 @dataclass(frozen=True)
 class Pixels:
-    """An array of `N` images of `K` channels of `plane` pixels, without gaps in its layout.
-
-    Attributes
-    ----------
-    dtype : str
-    layout : {"NCHW", "NHWC"}
-    N, K, plane : int
-        None of them is 0.
-    """
+    """An array of `N` images of `K` channels of `plane` pixels, none of which is 0, without gaps in its layout."""
 
     dtype: str
-    layout: str
+    layout: str  # NCHW or NHWC
     N: int
     K: int
     plane: int
@@ -172,10 +165,6 @@ class _Cut:
 def _index_64(pixels: Pixels) -> bool:
     # offsets are formed a little past the end of a slice before they are checked
     return pixels.N * pixels.K * pixels.plane + 2**20 >= 2**31
-
-
-#: The most texts, as an engine says it.
-MOST_VARIANTS = {"cuda": 73, "opencl": 24}
 
 
 def variants(device: Device) -> Iterator[VariantSet]:

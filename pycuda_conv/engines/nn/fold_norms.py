@@ -12,6 +12,7 @@ from pycuda_conv.problem import DTYPE_CODES
 from pycuda_conv.runtime.base import BufferSlice, KernelLaunch
 
 THREADS = 128
+MOST_VARIANTS = {"cuda": 8}  # texts, as an engine says it
 #: Norms of a launch: one, or as many as fit the 4 KB that a kernel's parameters have.
 MOST = 56
 VECTORS = 5  # gamma, beta, mean, variance, the convolution's bias
@@ -56,10 +57,6 @@ def fold(dtype: str, norms: Sequence[Norm], folded: BufferSlice, at_once: int = 
         arguments = (*args, *[FoldedNorm(0, 0, 0, 0)] * missing)
         steps.append([KernelLaunch("fold_norms", defines, len(some) * blocks, THREADS, (*places, folded), (blocks,), arguments=arguments)])
     return steps
-
-
-#: The most texts, as an engine says it.
-MOST_VARIANTS = {"cuda": 8}
 
 
 def variants() -> Iterator[VariantSet]:

@@ -10,6 +10,7 @@ from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.runtime.base import KernelLaunch
 
 THREADS, ITEMS, WORD = 256, 4, 16
+MOST_VARIANTS = {"cuda": 1}  # texts, as an engine says it
 
 JoinArguments = kernel_struct("join", "JoinArguments")
 
@@ -25,10 +26,6 @@ def join(pixels: int, first: int, second: int) -> KernelLaunch:
     across = (first + second) // WORD
     arguments = JoinArguments(pixels * across, across, divider(across), first // WORD)
     return KernelLaunch("join", {"TYPE": 17}, ceil(pixels * across, THREADS * ITEMS), THREADS, (0, 1, 2), (), arguments=arguments)
-
-
-#: The most texts, as an engine says it.
-MOST_VARIANTS = {"cuda": 1}
 
 
 def variants() -> Iterator[VariantSet]:

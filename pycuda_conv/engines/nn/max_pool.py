@@ -13,6 +13,7 @@ from pycuda_conv.problem import DTYPE_CODES
 from pycuda_conv.runtime.base import Device, KernelLaunch, Launcher
 
 THREADS = 256
+MOST_VARIANTS = {"cuda": 6}  # texts, as an engine says it
 VECTOR_BYTES = 16  # of channels of a thread, if channels are last
 MOST_TAPS = 255  # a byte holds the number of a tap
 TYPES = ("float32", "float16", "bfloat16")
@@ -109,10 +110,6 @@ def compiled(pool: Pool, device: Device, backward: bool) -> Launcher:
 
 def _max_stages_of(dtype: str) -> int:
     return VECTOR_BYTES // (4 if dtype == "float32" else 2)
-
-
-#: The most texts, as an engine says it.
-MOST_VARIANTS = {"cuda": 6}
 
 
 def variants() -> Iterator[VariantSet]:

@@ -22,6 +22,7 @@ TYPES = ("float32", "float16", "bfloat16")
 #: What may stand behind a norm.
 ACTIVATED = (None, "relu", "silu", "gelu", "gelu_tanh")
 THREADS = 256
+MOST_VARIANTS = {"cuda": 104}  # texts, as an engine says it
 MOST_COLUMNS = 32  # of VEC channels, of a block
 VECTOR_BYTES = 16
 #: Bytes that a block of `PLANES` reads at a time, and the least of these turns that it makes if the array is large.
@@ -60,31 +61,18 @@ class Norm:
     """A norm of an array of `N` images of `C` channels of `P` pixels, in `groups` of channels each.
 
     A layer or RMS norm over the last axes is one of `N` rows of one pixel and one group.
-
-    Attributes
-    ----------
-    dtype : str
-    layout : {"NCHW", "NHWC"}
-    N, C, P, groups : int
-    eps : float
-    rms : int
-        Whether the mean counts as 0; with 2, `eps` is the least mean square, and not added to it.
-    activation : str, optional
-        One of :data:`ACTIVATED`.
-    wide : (bool, bool)
-        Whether gamma and beta are float32, whatever the arrays are.
     """
 
     dtype: str
-    layout: str
+    layout: str  # NCHW or NHWC
     N: int
     C: int
     P: int
     groups: int
     eps: float = 1e-5
-    rms: int = 0
-    activation: str | None = None
-    wide: tuple[bool, bool] = (False, False)
+    rms: int = 0  # whether the mean counts as 0; with 2, `eps` is the least mean square, and not added to it
+    activation: str | None = None  # one of :data:`ACTIVATED`
+    wide: tuple[bool, bool] = (False, False)  # whether gamma and beta are float32, whatever the arrays are
 
     @property
     def in_rows(self) -> bool:
@@ -235,9 +223,7 @@ class Cut:
         return KernelLaunch("norm_finish", self.defines(), groups, threads, buffers, (int(noted),), "norm_planes", arguments=shape)
 
     def defines(self, threads: int = THREADS) -> dict[str, int]:
-        return {
-            "TYPE": DTYPE_CODES[self.norm.dtype], "VEC": self.vector, "THREADS": threads,
-        }  # fmt: skip
+        return {"TYPE": DTYPE_CODES[self.norm.dtype], "VEC": self.vector, "THREADS": threads}
 
 
 def form_of(norm: Norm, clusters: tuple[int, ...] = CLUSTERS) -> str:
@@ -402,10 +388,6 @@ def compiled(norm: Norm, device: Device, form: str = "", gradient: bool = False)
     """The launches as one, compiled for `device`, and the bytes of workspace that they need."""
     steps, workspace = steps_for(norm, device, form, gradient)
     return device.schedule_launcher([[step] for step in steps]), workspace
-
-
-#: The most texts, as an engine says it.
-MOST_VARIANTS = {"cuda": 104}
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
