@@ -595,7 +595,7 @@ def told(m):
     )
 
 
-@pytest.mark.parametrize("way, of", by_turns(WRITES, WAYS.args[1], rounds=2), ids=str)
+@pytest.mark.parametrize("way, of", by_turns(WRITES, WAYS.args[1]), ids=str)
 def test_forwards_that_write(way, of):
     kind, how = of
     x = images(2, 3, 6, 6)
@@ -637,7 +637,7 @@ def restored():
     globals()["SCALE"], SETTINGS["scale"] = 1.0, 1.0
 
 
-@pytest.mark.parametrize("way, of", by_turns(changes(), WAYS.args[1], rounds=2), ids=str)
+@pytest.mark.parametrize("way, of", by_turns(changes(), WAYS.args[1]), ids=str)
 def test_what_a_forward_reads_is_changed(way, of, restored):
     kind, how = of
     x = images(2, 3, 6, 6)
@@ -921,7 +921,7 @@ class Random(nn.Module):
         return sum(v.mean((2, 3)) for v in values[-4:]) / 10
 
 
-@pytest.mark.parametrize("seed, how", by_turns(range(16), HOWS))
+@pytest.mark.parametrize("seed, how", by_turns(range(10), HOWS))
 def test_random_graphs(seed, how):
     writes = seed % 2 == 0
     channels_last = seed % 4 > 1
@@ -1014,6 +1014,7 @@ def test_layout_of_symbolic_sizes():
 SIZES = (2, 24, 24), (3, 24, 24), (5, 24, 24), (5, 48, 48), (4, 36, 60), (7, 60, 36), (1, 27, 27), (6, 47, 41)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("mode", ["light", "default"])
 @pytest.mark.parametrize("train", [False, True])
 def test_number_of_graphs(train, mode, monkeypatch):

@@ -162,7 +162,7 @@ def test_the_command_ends_soon(fast_env, tmp_path, kind, number, word):
         while not any(path.suffix == ".part" for path in tmp_path.iterdir()):
             assert process.poll() is None and time.monotonic() < end, process.communicate()
             time.sleep(0.01)
-        time.sleep(1)  # it computes
+        time.sleep(0.4)  # it computes
         process.send_signal(number)
         sent, err = time.monotonic(), process.stderr.readline()
         took = time.monotonic() - sent

@@ -336,6 +336,7 @@ def test_patches_of_few_inputs_show_their_columns(seed):
     np.testing.assert_array_equal(got.astype(np.float64), want.astype(dtype).astype(np.float64))
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("gradient", [False, True])
 def test_rims_on_tensor_cores(seed, gradient):
