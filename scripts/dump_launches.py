@@ -96,8 +96,7 @@ def _place(place: Any) -> tuple[int, int]:
 
 def _map(described: TensorMap) -> str:
     place = int(described.buffer), described.offset
-    steps = f" steps {described.steps}" if described.steps else ""
-    return f"{place} {described.dtype} {described.sizes} by {described.strides} in {described.box} over {described.span}{steps}"
+    return f"{place} {described.dtype} {described.sizes} by {described.strides} in {described.box} over {described.span}"
 
 
 def digest(lines: Any) -> str:

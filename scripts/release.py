@@ -40,7 +40,7 @@ from pycuda_conv.tools.report import marks, write_between  # noqa: E402
 TAIL = 40  # lines of a command's output that are kept
 PARTS = "tests", *COMMANDS
 TIMELESS = "images", "loop", "verify"  # commands that run to their end
-GRACE = 60.0  # seconds after which a part that should have ended is killed
+GRACE = 120.0  # seconds after which a part that should have ended is killed
 PLOTS = "docs/plots"
 
 

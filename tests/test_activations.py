@@ -27,7 +27,6 @@ from reference import (
     assert_close,
     assert_exact,
     needs_nvcc,
-    tensor,
 )  # fmt: skip
 from test_epilogue import GPU_RUNS, allowed, arrays, launched, small
 
@@ -249,9 +248,3 @@ def test_autocast(device, activation):
     assert once.dtype == traced.dtype == torch.bfloat16
     assert ((once.double() - ref).abs() <= 2.0**-8 * ref.abs() + 1e-4).all()  # rounded once
     assert ((traced.double() - ref).abs() <= 2.0**-8 * (ref.abs() + STEEPEST * sums.abs()) + 1e-4).all()  # twice, as by torch
-
-
-def test_tensors_keep_their_kind(device):
-    given = [tensor(a) for a in arrays(small(False, 2), "float32", "relu", integers=False)[:3]]
-    y = pc.conv2d(*given, activation=("leaky_relu", 0.3), device=device)
-    assert type(y) is type(given[0])

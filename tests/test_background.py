@@ -600,9 +600,9 @@ def test_rivals_are_other_orders_of_sums_that_take_hardly_longer(empty):
 
 
 def test_a_size_that_is_given_another_order_of_sums_need_not_wait_for_it(empty, monkeypatch):
-    sizes = [fprop((9, c, n, n), (c, c, 1, 1)).problem() for c in (256, 384, 512) for n in (14, 20, 28, 36, 56)]
+    sizes = [fprop((n, c, size, size), (c, c, 1, 1)).problem() for n in (4, 9) for c in (128, 256, 384, 512) for size in (7, 14, 20, 28, 36, 56)]
     order = {one: engines.order(one, engines.choose(one, empty)) for one in sizes}
-    of_layers = ((a, b) for a in sizes for b in sizes if a.C == b.C and order[a] != order[b])
+    of_layers = ((a, b) for a in sizes for b in sizes if (a.N, a.C) == (b.N, b.C) and order[a] != order[b])
     problem, other = next((a, b) for a, b in of_layers if any(engines.order(b, config) == order[b] for config in background.other_orders(a, empty)))
     first = engines.choose(problem, empty)
     monkeypatch.setattr(Empty, "known", texts_of(problem, first, empty))

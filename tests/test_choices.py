@@ -3,19 +3,21 @@
 import importlib.util
 import json
 import sys
+import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from pycuda_conv import engines, measure
+from pycuda_conv import ConvProblem, engines, measure
 from pycuda_conv.cli import main
 from pycuda_conv.engines import registry
 from pycuda_conv.errors import DeviceMemoryError
 from pycuda_conv.runtime.target import Target
-from pycuda_conv.tools import ablation, choices
+from pycuda_conv.tools import ablation, choices, plans
 from pycuda_conv.tools.families import FAMILIES, draw
 
 
@@ -57,6 +59,27 @@ def gpu(monkeypatch):
     # the second candidate is the fastest
     monkeypatch.setattr(choices, "device_times", lambda plans: [30.0, *([20.0] * (len(plans) > 1)), *(45.0 for _ in plans[2:])])
     return target
+
+
+def test_plans_are_compiled_ahead(monkeypatch):
+    """Each problem's kernels are compiled before its plan is made, those of the next problems meanwhile, and none that is there."""
+    target, compiled, made = Target("sm_90a"), [], []
+    there = threading.Event()
+
+    def cubin(source, arch):
+        there.wait(10)
+        compiled.append(source)
+        return SimpleNamespace(result=lambda: None)
+
+    monkeypatch.setattr(target, "queue", SimpleNamespace(cubin=cubin), raising=False)
+    monkeypatch.setattr(target, "compiled", lambda launch: launch.source() in compiled, raising=False)
+    monkeypatch.setattr(plans, "cached_plan", lambda problem, device: made.append((problem, len(compiled))) or SimpleNamespace(final_form=lambda: problem))
+    monkeypatch.setattr(plans, "MOST_AHEAD", 2)
+    wanted = [ConvProblem.forward(2, (8, 64, n, n), (64, 64, 3, 3), padding=1) for n in (14, 28, 56)]
+    with plans.Ahead([wanted[0], wanted[0], *wanted[1:]], target) as ahead:
+        there.set()
+        assert [ahead.plan(problem) for problem in (wanted[0], wanted[0], *wanted[1:])] == [wanted[0], wanted[0], *wanted[1:]]
+    assert len(set(compiled)) == len(compiled) > 3 and made[0][1] > 0 and [problem for problem, _ in made] == [wanted[0], wanted[0], *wanted[1:]]
 
 
 def test_the_choice_stands_beside_the_fastest_candidate(gpu, tmp_path, capsys):

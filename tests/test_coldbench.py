@@ -94,7 +94,7 @@ def test_what_a_child_says_last_is_told(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_a_child_measures(tmp_path):
+def test_a_child_measures():
     found = coldbench.measure(next(case for case in coldbench.CASES if case.kind == "sizes"), True, None)
     assert 0 < found["first"] < 30 and 0 < found["fifteen others"] < 30
 

@@ -393,10 +393,6 @@ def interleaved(s, x):
     return F.relu_(a)
 
 
-def broadcast(s, x):
-    return F.relu(s.b1(s.c1(x)) + x.mean((2, 3), keepdim=True))
-
-
 def simple(s, x):
     return F.relu(s.b1(s.c1(x)))
 
@@ -405,18 +401,10 @@ def padded(s, x):
     return F.relu(s.b1(F.conv2d(F.pad(x, (2, 1, 0, 3)), s.c1.weight, padding=1)))
 
 
-def mirrored(s, x):
-    return F.conv2d(F.pad(x, (2, 1, 0, 3), mode="reflect"), s.c1.weight)
-
-
 def padded_then_written(s, x):
     y = F.pad(x, (1, 1, 1, 1))
     x.mul_(2)
     return F.relu(s.b1(F.conv2d(y, s.c1.weight))) + x
-
-
-def cropped(s, x):
-    return F.relu(s.b1(F.conv2d(F.pad(x, (-1, -1, -1, -1)), s.c1.weight)))
 
 
 def functional(s, x):
@@ -441,25 +429,30 @@ def frozen(s):
         p.requires_grad_(False)
 
 
-def viewed(s, x):
-    return F.relu(s.b1(s.c1(x))).view(x.shape[0], -1).t()
-
-
 #: For each: its forward, a change of the model, chains in evaluation without gradients, chains in training. None: not run.
 TRAPS = {
     "written": (written, None, 0, None), "view written": (view_written, None, 0, None), "entry written": (entry_written, None, 0, None),
     "written by out=": (written_by_out, None, 0, None), "weight written": (weight_written, None, 0, None),
     "norm written": (norm_written, None, 1, None), "norm written before": (norm_written_before, None, 0, 0), "read twice": (twice, None, 0, 0),
-    "one norm for two": (lambda s, x: F.relu(s.b1(s.c1(x)) + s.b1(s.c2(x))), None, 2, 2), "statistics read": (statistics_read, None, 1, 1), "count read": (count_read, None, 1, 1),
+    "one norm for two": (lambda s, x: F.relu(s.b1(s.c1(x)) + s.b1(s.c2(x))), None, 2, 2), "statistics read": (statistics_read, None, 1, 1),
+    "count read": (count_read, None, 1, 1),
     "residual spent": (residual_spent, None, 1, 1), "residual spent after a view": (residual_spent_after_a_view, None, 1, 1),
     "residual of the caller": (residual_of_the_caller, None, 1, None), "residual returned": (residual_returned, None, 1, 1),
     "residual gets the sum": (residual_gets_sum, None, 1, 1), "residual rewritten": (residual_rewritten, None, 1, 1), "doubled": (doubled, None, 1, 1),
-    "alpha": (lambda s, x: F.relu(torch.add(s.b1(s.c1(x)), x, alpha=2)), None, 1, 1), "no_grad": (no_grad, None, 2, 1), "autocast": (autocast, None, 0, 0), "whole in autocast": (autocast_whole, None, 1, 1),
-    "interleaved": (interleaved, None, 2, None), "broadcast": (broadcast, None, 1, 1), "padded": (padded, None, 1, 1), "padded by ones": (lambda s, x: F.relu(s.b1(F.conv2d(F.pad(x, (1, 1, 1, 1), value=1.0), s.c1.weight))), None, 1, 1),
-    "padded, then written": (padded_then_written, None, 1, None), "mirrored": (mirrored, None, 1, 1), "filled with ones": (lambda s, x: F.conv2d(F.pad(x, (1, 1, 1, 1), value=1.0), s.c1.weight), None, 1, 1),
-    "mirrored and padded": (lambda s, x: F.conv2d(F.pad(x, (2, 1, 0, 3), mode="reflect"), s.c1.weight, padding=1), None, 0, 0), "cropped": (cropped, None, 1, 1), "functional": (functional, None, 1, 1), "clamped": (clamped, None, 1, None),
+    "alpha": (lambda s, x: F.relu(torch.add(s.b1(s.c1(x)), x, alpha=2)), None, 1, 1), "no_grad": (no_grad, None, 2, 1),
+    "autocast": (autocast, None, 0, 0), "whole in autocast": (autocast_whole, None, 1, 1),
+    "interleaved": (interleaved, None, 2, None),
+    "broadcast": (lambda s, x: F.relu(s.b1(s.c1(x)) + x.mean((2, 3), keepdim=True)), None, 1, 1), "padded": (padded, None, 1, 1),
+    "padded by ones": (lambda s, x: F.relu(s.b1(F.conv2d(F.pad(x, (1, 1, 1, 1), value=1.0), s.c1.weight))), None, 1, 1),
+    "padded, then written": (padded_then_written, None, 1, None),
+    "mirrored": (lambda s, x: F.conv2d(F.pad(x, (2, 1, 0, 3), mode="reflect"), s.c1.weight), None, 1, 1),
+    "filled with ones": (lambda s, x: F.conv2d(F.pad(x, (1, 1, 1, 1), value=1.0), s.c1.weight), None, 1, 1),
+    "mirrored and padded": (lambda s, x: F.conv2d(F.pad(x, (2, 1, 0, 3), mode="reflect"), s.c1.weight, padding=1), None, 0, 0),
+    "cropped": (lambda s, x: F.relu(s.b1(F.conv2d(F.pad(x, (-1, -1, -1, -1)), s.c1.weight))), None, 1, 1),
+    "functional": (functional, None, 1, 1), "clamped": (clamped, None, 1, None),
     "momentum None": (simple, lambda s: setattr(s.b1, "momentum", None), 1, 0), "frozen parameters": (simple, frozen, 1, 1), "frozen statistics": (statistics_frozen, None, 1, 1),
-    "no statistics": (simple, lambda s: setattr(s, "b1", nn.BatchNorm2d(4, affine=False, track_running_stats=False)), 1, 1), "viewed": (viewed, None, 1, 1),
+    "no statistics": (simple, lambda s: setattr(s, "b1", nn.BatchNorm2d(4, affine=False, track_running_stats=False)), 1, 1),
+    "viewed": (lambda s, x: F.relu(s.b1(s.c1(x))).view(x.shape[0], -1).t(), None, 1, 1),
 }  # fmt: skip
 
 

@@ -34,27 +34,11 @@ class Of(nn.Module):
         return self.call(self, x)
 
 
-def frozen(s, x):
-    return F.relu(s.norm(s.conv(x)) + x)
-
-
-def layer_scale(s, x):
-    return x + s.conv(x) * s.gamma.reshape(1, -1, 1, 1)
-
-
-def shaped_parameters(s, x):
-    return F.silu(s.wide(x) * s.scale + s.shift)
-
-
 def in_place(s, x):
     y = s.conv(x)
     y *= s.scale
     y += s.shift
     return F.relu_(y)
-
-
-def own_bias(s, x):
-    return F.gelu(s.shift + s.wide(x))
 
 
 def summand_first(s, x):
@@ -67,18 +51,6 @@ def turned(s, x):
     return s.conv(x) * s.square.t().reshape(1, 4, 1, 1)
 
 
-def gate(s, x):
-    return s.conv(x) * torch.sigmoid(x.mean((2, 3), keepdim=True))
-
-
-def of_columns(s, x):
-    return s.conv(x) * s.row
-
-
-def scalar(s, x):
-    return F.relu(s.conv(x) * 2.0)
-
-
 def written(s, x):
     """The input may share the parameter's memory, for all that dynamo guards."""
     with torch.no_grad():
@@ -89,9 +61,14 @@ def written(s, x):
 
 #: For each: its forward, the chain's steps, and whether its vectors are read at the graph's start.
 FORWARDS = {
-    "frozen": (frozen, 4, False), "layer scale": (layer_scale, 3, True), "shaped parameters": (shaped_parameters, 4, False),
-    "in place": (in_place, 4, False), "own bias": (own_bias, 3, False), "summand first": (summand_first, 2, False), "turned": (turned, 2, False),
-    "gate": (gate, 0, None), "of columns": (of_columns, 0, None), "scalar": (scalar, 0, None), "written": (written, 0, None),
+    "frozen": (lambda s, x: F.relu(s.norm(s.conv(x)) + x), 4, False),
+    "layer scale": (lambda s, x: x + s.conv(x) * s.gamma.reshape(1, -1, 1, 1), 3, True),
+    "shaped parameters": (lambda s, x: F.silu(s.wide(x) * s.scale + s.shift), 4, False),
+    "in place": (in_place, 4, False), "own bias": (lambda s, x: F.gelu(s.shift + s.wide(x)), 3, False),
+    "summand first": (summand_first, 2, False), "turned": (turned, 2, False),
+    "gate": (lambda s, x: s.conv(x) * torch.sigmoid(x.mean((2, 3), keepdim=True)), 0, None),
+    "of columns": (lambda s, x: s.conv(x) * s.row, 0, None), "scalar": (lambda s, x: F.relu(s.conv(x) * 2.0), 0, None),
+    "written": (written, 0, None),
 }  # fmt: skip
 
 

@@ -73,10 +73,6 @@ def globe_s_own_zeros(layer, x):
     return layer[2](layer[1](F.conv2d(F.pad(x, (1, 1, 0, 0), mode="circular"), layer[0].weight, padding=(1, 0))))
 
 
-def twice(layer, x):
-    return layer[2](layer[1](F.conv2d(F.pad(F.pad(x, (1, 1, 1, 1)), (1, 0, 2, 1)), layer[0].weight)))
-
-
 def mirrored_and_padded(layer, x):
     return layer[2](layer[1](F.conv2d(F.pad(x, (1, 1, 1, 1), mode="reflect"), layer[0].weight, padding=1)))
 
@@ -93,10 +89,6 @@ def written_before_the_end(layer, x):
     return layer[2](layer[1](y)) + x
 
 
-def with_residual(layer, x):
-    return F.silu(layer[1](F.conv2d(F.pad(x, (1, 1, 1, 1), mode="replicate"), layer[0].weight)) + x)
-
-
 def alone(layer, x):
     return F.conv2d(F.pad(x, (2, 1, 0, 3), mode="reflect"), layer[0].weight)
 
@@ -104,8 +96,10 @@ def alone(layer, x):
 #: For each: its forward, the chain's length, steps that pad, and in training.
 FORWARDS = {
     "filled": (around((1, 1, 0, 2), value=1.5), 4, 0, 1), "mirrored": (around((1, 1, 0, 2), mode="reflect"), 4, 0, 1),
-    "globe": (globe, 5, 0, 1), "globe's own zeros": (globe_s_own_zeros, 4, 0, 1), "twice": (twice, 5, 0, 0),
-    "mirrored and padded": (mirrored_and_padded, 3, 1, 1), "two numbers": (two_numbers, 4, 1, 2), "with residual": (with_residual, 5, 0, 1),
+    "globe": (globe, 5, 0, 1), "globe's own zeros": (globe_s_own_zeros, 4, 0, 1),
+    "twice": (lambda layer, x: layer[2](layer[1](F.conv2d(F.pad(F.pad(x, (1, 1, 1, 1)), (1, 0, 2, 1)), layer[0].weight))), 5, 0, 0),
+    "mirrored and padded": (mirrored_and_padded, 3, 1, 1), "two numbers": (two_numbers, 4, 1, 2),
+    "with residual": (lambda layer, x: F.silu(layer[1](F.conv2d(F.pad(x, (1, 1, 1, 1), mode="replicate"), layer[0].weight)) + x), 5, 0, 1),
     "written before the end": (written_before_the_end, 3, 1, None), "alone": (alone, 2, 0, 0),
 }  # fmt: skip
 

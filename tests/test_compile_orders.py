@@ -23,25 +23,9 @@ def tokens(s, x):
     return F.gelu(y.flatten(2).transpose(1, 2))
 
 
-def in_place(s, x):
-    return F.relu_((s.norm(s.conv(x)) + x).permute(0, 2, 3, 1))
-
-
-def reshaped(s, x):
-    return F.silu(torch.reshape(s.conv(x).unsqueeze(1), (x.shape[0], -1)))
-
-
 def read_twice(s, x):
     y = s.conv(x).flatten(2)
     return F.gelu(y) + y
-
-
-def cut(s, x):
-    return F.gelu(s.conv(x)[:, :, 1:])
-
-
-def of_other_bits(s, x):
-    return F.gelu(s.conv(x.bfloat16().float()).view(torch.int32).view(torch.float32))
 
 
 def without_gradients(s, x):
@@ -51,8 +35,10 @@ def without_gradients(s, x):
 
 #: For each: its forward, the shape of its input, and the chain's steps.
 FORWARDS = {
-    "tokens": (tokens, (2, 100, 4), 2), "in place": (in_place, (2, 4, 10, 10), 4), "reshaped": (reshaped, (2, 4, 10, 10), 2),
-    "read twice": (read_twice, (2, 4, 10, 10), 0), "cut": (cut, (2, 4, 10, 10), 0), "other bits": (of_other_bits, (2, 4, 10, 10), 2),
+    "tokens": (tokens, (2, 100, 4), 2), "in place": (lambda s, x: F.relu_((s.norm(s.conv(x)) + x).permute(0, 2, 3, 1)), (2, 4, 10, 10), 4),
+    "reshaped": (lambda s, x: F.silu(torch.reshape(s.conv(x).unsqueeze(1), (x.shape[0], -1))), (2, 4, 10, 10), 2),
+    "read twice": (read_twice, (2, 4, 10, 10), 0), "cut": (lambda s, x: F.gelu(s.conv(x)[:, :, 1:]), (2, 4, 10, 10), 0),
+    "other bits": (lambda s, x: F.gelu(s.conv(x.bfloat16().float()).view(torch.int32).view(torch.float32)), (2, 4, 10, 10), 2),
     "without gradients": (without_gradients, (2, 4, 10, 10), 2),
 }  # fmt: skip
 

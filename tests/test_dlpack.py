@@ -20,8 +20,6 @@ import pycuda_conv as pc
 from pycuda_conv.arrays import dlpack as module
 from pycuda_conv.arrays import kind_of
 
-F = torch.nn.functional
-
 
 class Spoken:
     """An array that shows nothing but DLPack, over a tensor."""

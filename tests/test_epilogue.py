@@ -213,23 +213,6 @@ def test_functions(device, transposed, ndim, options, kind):
     assert function(case)(x, w, b, residual=given, out=given, **keywords) is given and np.array_equal(np.asarray(given), ref)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_batch_norm_that_is_not_trained_is_a_scale_and_a_bias(device, dtype):
-    torch.manual_seed(0)
-    conv, norm = torch.nn.Conv2d(5, 7, 3, padding=1), torch.nn.BatchNorm2d(7).eval()
-    norm.running_mean.normal_(), norm.running_var.uniform_(0.5, 2)
-    with torch.no_grad():
-        norm.weight.normal_(), norm.bias.normal_()
-        x, skip = torch.randn(2, 5, 9, 8), torch.randn(2, 7, 9, 8)
-        ref = torch.relu(norm(conv(x)) + skip)
-        scale = norm.weight / torch.sqrt(norm.running_var + norm.eps)
-        bias = norm.bias + (conv.bias - norm.running_mean) * scale
-        given = [t.to(getattr(torch, dtype)) for t in (x, conv.weight, bias, scale, skip)]
-        got = pc.conv2d(*given[:3], padding=1, scale=given[3], residual=given[4], activation="relu", device=device)
-    tolerance = 1e-5 if dtype == "float32" else 0.1
-    torch.testing.assert_close(got.float(), ref, rtol=tolerance, atol=tolerance)
-
-
 @pytest.mark.parametrize("ndim", [1, 2, 3])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_channels_last_tensors_in_host_memory(device, transposed, ndim):

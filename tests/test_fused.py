@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 import torch
-from reference import DTYPES, EPS, SUM_EPS, by_turns, covering, needs_nvcc, nvcc_of
+from reference import DTYPES, EPS, SUM_EPS, covering, needs_nvcc, nvcc_of
 
 import pycuda_conv as pc
 import pycuda_conv.nn as fused_modules
@@ -108,11 +108,7 @@ def slices(request, monkeypatch):
     compiled.cache_clear()
 
 
-#: Each shape and type, with the slices by turns.
-KERNELS = pytest.mark.parametrize("kernels, slices", [(RUNS[run], name) for run, name in by_turns(range(len(RUNS)), SLICES)], ids=str, indirect=True)
-
-
-@pytest.fixture
+@pytest.fixture(params=RUNS, ids=["-".join(run) for run in RUNS])
 def kernels(request, device, slices):
     shape, dtype = request.param
     layout, k, plane = (SHAPES | FOURS)[shape]
@@ -128,7 +124,7 @@ def near(got, ref, tolerance: float, scale=None) -> None:
     assert (error <= tolerance * scale).all(), f"off by {np.nanmax(error):.3g} of {np.max(scale):.3g}, {np.max(error / scale):.3g} of it"
 
 
-@KERNELS
+@pytest.mark.pairs
 @pytest.mark.parametrize("tracked", [None, 4], ids=["momentum", "cumulative"])
 def test_statistics(kernels, tracked):
     y, eps, momentum = kernels.normals(mean=0.5), 1e-3, 0.3
@@ -170,7 +166,6 @@ def test_a_forward_pass_by_one_launch(kernels, number):
 
 
 @pytest.mark.turns
-@KERNELS
 def test_statistics_without_running_ones_leave_nothing_else(kernels):
     y = kernels.normals()
     mean, invstd = kernels.poisoned(kernels.pixels.K), kernels.poisoned(kernels.pixels.K)
@@ -228,7 +223,6 @@ BENDS = {"relu6": (0, 6), "hardswish": (-3, 3)}
 
 
 @pytest.mark.turns
-@KERNELS
 @pytest.mark.parametrize("turn", range(2 if driver.why_not() is None else 1))
 def test_activations_beyond_relu(kernels, turn):
     """Forwards and backwards: the derivative is computed again from y. Values go beyond all bends. Each run has two on a GPU, one on PoCL."""
@@ -278,7 +272,7 @@ def mask_of(out, pixels):
     return np.packbits((out > 0).reshape(-1, pixels.item), axis=1, bitorder="little").ravel()
 
 
-@KERNELS
+@pytest.mark.pairs
 @pytest.mark.parametrize(("relu", "affine", "summed"), [(True, True, False), (True, False, True), (False, True, True), (False, False, False)])
 def test_forward(kernels, relu, affine, summed):
     y, mean, invstd = kernels.normals(mean=3), kernels.of_channel(1), kernels.of_channel(2)
@@ -293,13 +287,13 @@ def test_forward(kernels, relu, affine, summed):
     assert mask is None or np.array_equal(mask, mask_of(out, kernels.pixels))
 
 
+#: Every pair of values.
+BACKWARDS = [(relu, summed, of_batch, of_batch == (relu == summed)) for relu in (True, False) for summed in (False, True) for of_batch in (True, False)]
+
+
 @pytest.mark.pairs
-@KERNELS
-@pytest.mark.parametrize("of_batch", [True, False])
-@pytest.mark.parametrize("summed", [False, True], ids=["alone", "with a residual"])
-@pytest.mark.parametrize("affine", [True, False])
-@pytest.mark.parametrize("relu", [True, False])
-def test_backward(kernels, relu, affine, summed, of_batch):
+@pytest.mark.parametrize(("relu", "summed", "of_batch", "affine"), BACKWARDS)
+def test_backward(kernels, relu, summed, of_batch, affine):
     y, dout, mean, invstd = kernels.normals(1, mean=1), kernels.normals(2), kernels.of_channel(1), kernels.of_channel(2)
     gamma, beta = (-kernels.of_channel(3), kernels.of_channel(4)) if affine else (None, None)
     xhat = (y.astype(np.float64) - kernels.wide(mean)) * kernels.wide(invstd)
@@ -337,7 +331,6 @@ def test_nan_and_infinity_stay_what_they_are(device):
 
 
 @pytest.mark.turns
-@KERNELS
 def test_gradients_of_nan_are_as_torch_s(kernels):
     """A ReLU lets them pass, and where statistics were given they stay with their pixels."""
     y, dout = kernels.normals(1), kernels.normals(2)
@@ -355,7 +348,6 @@ def test_gradients_of_nan_are_as_torch_s(kernels):
 
 
 @pytest.mark.turns
-@KERNELS
 def test_the_kernels_twice_give_the_same_bits(kernels):
     y, dout, mean, invstd = kernels.normals(1), kernels.normals(2), kernels.of_channel(1), kernels.of_channel(2)
     found = []
@@ -1173,12 +1165,6 @@ def test_the_gradient_of_the_result_takes_its_place_unless_the_graph_is_kept(sum
         assert saved and all(torch.equal(one, before) for one, before in saved)
         if turn:
             assert peak <= peak_of_kept - 0.99 * x.nbytes
-
-
-def test_docstring_examples():
-    import doctest
-
-    assert doctest.testmod(fused_modules.fused.modules).failed == 0
 
 
 # ---- statistics that the convolution notes

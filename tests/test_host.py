@@ -1500,7 +1500,7 @@ def test_real_sizes_on_a_device_with_a_little_memory(monkeypatch, case):
 
 
 @pytest.mark.parametrize("way", ["images", "rows", "transposed rows", "unbatched"])
-def test_any_set_of_gpus_gives_the_same_bits(gpus, cut, monkeypatch, way):
+def test_any_set_of_gpus_gives_the_same_bits(gpus, cut, way):
     case = WAYS[way]
     arrays = case.normals("float32")
     expected = call(case, *arrays)

@@ -66,7 +66,7 @@ def test_parts_give_the_same_bits(monkeypatch, name, dtype):
     assert sum(count for _, count, _ in counts) >= largest and {0} < {first for _, _, first in counts}
 
 
-def test_no_part_makes_pocl_compile_once_more(monkeypatch):
+def test_no_part_makes_pocl_compile_once_more():
     """One machine code of a kernel serves small and large grids, and all offsets."""
     device = get_device("opencl")
     kernels = set(device._workshop.folder.rglob("*.so"))
@@ -202,7 +202,7 @@ raise SystemExit(cli.main([]))
     assert (done.returncode, done.stdout, done.stderr) == (INTERRUPTED, "", "interrupted\n")
 
 
-def test_threads_give_up_when_the_process_is_about_to_end(monkeypatch):
+def test_threads_give_up_when_the_process_is_about_to_end():
     done = []
     waiting.stop()
     try:

@@ -1,7 +1,6 @@
 """Launches: the launcher in C and the one in Python ask the driver for the same, byte for byte."""
 
 import gc
-import os
 import re
 import shutil
 import sys
@@ -323,30 +322,6 @@ def test_a_plan_whose_kernels_change_launches_the_new_ones(fake, kind, monkeypat
     assert len(second) == len(first) and not set(second) & set(first)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_forked_child_is_refused(fake, kind, monkeypatch):
-    device = fake.device(kind)
-    launch = device.launcher(KernelLaunch("copy_strided", {}, 3, 64, (0,), ()))
-    monkeypatch.setattr(contexts, "_primaries", {0: device})
-    read, write = os.pipe()
-    if child := os.fork():
-        os.close(write)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert os.read(read, 100) == b"all refused"
-        os.close(read)
-        return
-    try:
-        refused = 0
-        for call in (lambda: launch((1,), None), device.push, device.is_current):
-            try:
-                call()
-            except BackendError as error:
-                refused += "was in use when this process was forked" in str(error)
-        os.write(write, b"all refused" if refused == 3 and not fake.asked() else b"not refused")
-    finally:
-        os._exit(0)
-
-
 @IN_C
 def test_it_knows_whether_the_context_is_current(fake):
     device = fake.device("c")
@@ -485,4 +460,3 @@ def test_the_extension_refuses_what_is_no_schedule():
         native.launch(object(), (), None, None)
     with pytest.raises(TypeError, match="launch takes 4 arguments, got 1"):
         native.launch(forks)
-

@@ -126,7 +126,7 @@ def test_on_a_gpu(capsys, tmp_path):
 
 
 def test_pages_say_of_which_kernels_their_figures_are(tmp_path, monkeypatch, capsys):
-    """A page whose kernels differ, or that does not say, is listed; comments are no difference."""
+    """A page whose kernels differ, or that does not say, is listed; comments are no difference, and an empty part has no figures."""
     own = tmp_path / "cu"
     own.mkdir()
     (own / "a.cu").write_text("int a;  // one\n")
@@ -136,7 +136,7 @@ def test_pages_say_of_which_kernels_their_figures_are(tmp_path, monkeypatch, cap
     (tmp_path / "docs").mkdir()
     said = report.measured_by(MACHINE | {"kernels": before})
     (tmp_path / report.RESULTS_PAGE).write_text(f"<!-- results:begin -->\n{said}\n<!-- results:end -->\n<!-- host:begin -->\n{report.measured_by(MACHINE)}\n<!-- host:end -->\n")
-    (tmp_path / report.FRONT_PAGE).write_text(f"<!-- drawn:begin -->\n{said}\n<!-- drawn:end -->\n")
+    (tmp_path / report.FRONT_PAGE).write_text(f"<!-- drawn:begin -->\n{said}\n<!-- drawn:end -->\n<!-- loop:begin -->\n\n<!-- loop:end -->\n")
     monkeypatch.chdir(tmp_path)
     assert pages.main([]) == 1 and "docs/results.md, host: does not say of which kernels\n" in capsys.readouterr().out
     (own / "a.cu").write_text("int a; // another\n\n/* and more */\n")

@@ -12,7 +12,6 @@ from reference import NVCC
 import pycuda_conv as pc
 from pycuda_conv.kernels import LESSONS
 
-FORWARD = "pixel", "halo", "channels", "product", "tensor_core"
 simulated = pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
 
 

@@ -68,7 +68,7 @@ def test_only_large_layers_of_float32_on_a_gpu_are_taken(monkeypatch):
             assert not is_taken()
 
 
-def test_torch_s_newer_switch_is_read_where_the_older_one_refuses(monkeypatch):
+def test_torch_s_newer_switch_is_read_where_the_older_one_refuses():
     """Torch's function raises an error where the two differ, as after ``torch.backends.cuda.matmul.fp32_precision = "tf32"``."""
     matmul = torch.backends.cuda.matmul
     if not hasattr(matmul, "fp32_precision"):

@@ -59,7 +59,7 @@ def test_options_of_others_are_refused(more, capsys):
 
 
 @pytest.mark.gpu
-def test_the_loop_and_its_graph_and_one_launch(tmp_path, capsys):
+def test_the_loop_and_its_graph_and_one_launch(tmp_path):
     file = tmp_path / "loop.json"
     assert main(["bench", "--loop", "--quick", "--only", "4x5x5", "--json", str(file)]) == 0
     report = json.loads(file.read_text())

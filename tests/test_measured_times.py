@@ -60,9 +60,8 @@ def filter_gradient(x, w, **options):
     return ConvProblem.gradient("weight", 2, x, w, ConvProblem.forward(2, x, w, **options).result_shape, **options)
 
 
-#: Volumes with a stride, a filter whose rows are odd, planes that one tile holds, and gradients of large depthwise filters.
+#: Volumes with a stride, planes that one tile holds, gradients of large depthwise filters.
 SLICES = volume((4, 16, 24, 24, 24), (16, 16, 3, 1, 1), stride=2, padding=(1, 0, 0), precision="tf32", activation="relu")
-ODD_ROWS = ConvProblem.forward(2, (3, 12, 81, 48), (159, 12, 2, 3))
 ONE_TILE = depthwise(4, 48, 16, 32, 7, 2, precision="tf32")
 LARGE_FILTERS = filter_gradient((2, 128, 80, 80), (128, 1, 9, 9), padding=4, groups=128, precision="tf32")
 

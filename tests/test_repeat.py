@@ -965,7 +965,7 @@ def test_mixed_calls_are_the_same_byte_for_byte_however_they_are_made(warm, monk
     assert sum(map(len, made[0])) > MIXED_CALLS
 
 
-def test_threads_that_make_mixed_calls_at_once_make_those_that_each_makes_alone(warm, monkeypatch):
+def test_threads_that_make_mixed_calls_at_once_make_those_that_each_makes_alone(warm):
     """While another one collects garbage."""
     count = min(MIXED_CALLS // 10, 300)  # the stand-in's log holds no more
     names = [name for name in CALLS if name != "weight channels last"]

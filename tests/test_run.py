@@ -22,8 +22,8 @@ import pycuda_conv as pc
 from pycuda_conv.interrupt import INTERRUPTED
 from pycuda_conv.runtime import get_device
 from pycuda_conv.timing import Effort
-from pycuda_conv.tools import bench, run
-from pycuda_conv.tools.benchmarks import hostbench
+from pycuda_conv.tools import run
+from pycuda_conv.tools.benchmarks import hostbench, peaks
 from pycuda_conv.tools.terminal import OK, UNUSABLE
 
 Image = pytest.importorskip("PIL.Image", reason="pictures are read by Pillow")
@@ -606,7 +606,7 @@ def test_host_on_a_gpu(command, monkeypatch):
         pytest.skip("this torch has no CUDA")
     small(monkeypatch)
     monkeypatch.setattr(hostbench, "BUS_BYTES", 1 << 20)
-    monkeypatch.setattr(bench, "COPY_FLOATS", 1 << 20)
+    monkeypatch.setattr(peaks, "COPY_FLOATS", 1 << 20)
     status, out, _ = command("bench", "--host", "--quick", "--devices", "all", "--json", "h.json")
     assert status == OK and "WRONG" not in out and json.loads(Path("h.json").read_text())["bus"]["up"] > 1e9
 

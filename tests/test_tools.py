@@ -351,7 +351,7 @@ def test_gpu_times_are_those_of_one_launch(captures, ours, theirs, how, overhead
     assert all(set(into) == {0, 1, 2} for into in seen)
 
 
-def test_the_copy_s_bandwidth_is_that_of_the_best_round(monkeypatch):
+def test_the_copy_s_bandwidth_is_that_of_the_best_round():
     gpu, copies = FakeCuda(), []
     buffer = SimpleNamespace(numel=lambda: 10**6, element_size=lambda: 4)
 
@@ -950,7 +950,7 @@ def test_what_the_tools_import_comes_with_the_package():
         assert re.search(rf"\b{terminal.INSTALLED_BY.get(package, package)}".replace("[", r"\[").replace("'", ""), known)
 
 
-def test_a_reader_that_has_had_enough_is_no_error(python_env, tmp_path):
+def test_a_reader_that_has_had_enough_is_no_error(python_env):
     with started("-m", "pycuda_conv", "bench", "--list", env=python_env) as process:
         process.stdout.close()
         assert process.stderr.read() == b"" and process.wait(400) == OK

@@ -225,7 +225,7 @@ def test_entries_of_kernels_that_went_are_passed_over(gone, fields, folder):
     assert {problem for _, problem in Table(path).read()} == {"kept", "new"}
 
 
-def test_an_entry_that_hands_work_to_kernels_that_went_is_not_followed(folder, monkeypatch):
+def test_an_entry_that_hands_work_to_kernels_that_went_is_not_followed(folder):
     """An engine's configuration in the text of another's: the planner chooses."""
     delegate = "Lines(BLOCK_N=64, PIXEL_QUADS=1, WARP_TILE=8, CONSUMERS=2, STAGES=2, W_STAGES=1, CHUNKS=1, FP16_OPERANDS=False)"
     device, problem = Target("sm_90a"), ConvProblem.forward(2, (4, 3, 32, 32), (16, 3, 3, 3), padding=1, precision="tf32")

@@ -21,9 +21,6 @@ from pycuda_conv.tools.engine_cases import engine_cases
 from pycuda_conv.tools.oracle import compare
 
 ROOT = Path(verify.__file__).resolve().parents[2]
-H100 = Target("sm_90a")
-
-
 def device_of(name):
     if name == "opencl":
         pytest.importorskip("pyopencl")

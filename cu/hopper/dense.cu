@@ -11,9 +11,9 @@
 // Shared   a ring of STAGES stages (ring.cuh), 128 bytes of k each: rows of BLOCK_M pixels of x, swizzled, then BLOCK_N rows of w. Behind it lie
 //          the warps' moments, and for each warp a tile of 16 pixels x 32 channels of sums, pitch 40 floats. From that tile a warp writes rows of
 //          y if a pixel of y is no multiple of 16 bytes. Otherwise lanes exchange words of their sums, and each writes 16 bytes of a pixel.
-// x        A tile's pixels are a box of columns, rows, slices and images, and a load is that box of x, shifted by a tap, every stride-th pixel of it. Pixels of a 1x1
-//          filter without a stride are a box of one row. Where runs of y are stored or moments are noted, they are BLOCK_M consecutive pixels across rows and
-//          images, by TMA's im2col mode, which takes longer. Padding, and what lies past the last image or channel, arrives as zeros.
+// x        TMA's im2col mode: one load fetches BLOCK_M consecutive output pixels, shifted by a tap, across rows and images. Without a stride a tile's pixels may
+//          be a box of columns, rows, slices and images instead, and a load is that box of x, shifted by a tap. Padding, and what lies past the last image or
+//          channel, arrives as zeros.
 // Tails    TMA takes longer for rows that it has to fill up. So in texts that know their layer, a tap's last stage has rows of 64 or 32 bytes if its
 //          channels fill no more, and only these are multiplied. In other texts all rows are 128 bytes.
 // Groups   a tile's channels lie in one group, and its stages are whole rows of the group's channels.

@@ -43,7 +43,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     hopper_wgrad_add(const float* __restrict__ parts, data_t* __restrict__ dw, const __grid_constant__ WgradNhwcAddArguments arg) {
   __shared__ Sums sums[THREADS];
   AFTER_LAST_LAUNCH
-  NEXT_LAUNCH_MAY_COME
   const int width = (int)arg.width, lane = threadIdx.x >> width, lanes = THREADS >> width, channels = (int)arg.channels;
   const int each = (blockIdx.x << width) + (threadIdx.x & ((1 << width) - 1));  // number among the EACHes
   const int first = lane * (int)arg.range, last = min(first + (int)arg.range, (int)arg.splits);

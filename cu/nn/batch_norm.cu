@@ -240,7 +240,6 @@ WITHIN_KERNEL acc_t settle(
 KERNEL LAUNCH_BOUNDS(THREADS, FEWER_AT_ONCE) void channel_moments(const GLOBAL_MEM data_t* RESTRICT y, GLOBAL_MEM acc_t* RESTRICT part,
                                                             const BatchNormShape shape) {
   AFTER_LAST_LAUNCH
-  NEXT_LAUNCH_MAY_COME
   LOCAL_MEM acc_t counts[THREADS], means[OWN * THREADS], squares[OWN * THREADS];
   STAND;
   find_moments(y, shape, column, lane, down, inside, start, end, counts, means, squares);
@@ -265,7 +264,6 @@ KERNEL CLUSTER_DIMS LAUNCH_BOUNDS(THREADS, 1) void batch_norm_statistics(
     const long_t total, const long_t per, const long_t channels, const long_t values, const long_t apart, const long_t eps,
     const long_t momentum, const long_t beside) {
   AFTER_LAST_LAUNCH
-  NEXT_LAUNCH_MAY_COME
   const int own = LID_0 & ((int)beside - 1), lane = LID_0 / (int)beside;
   const index_t channel = (index_t)(GID_0 / CLUSTER) * beside + own;
 #if WITH_MOMENTS
@@ -396,7 +394,6 @@ KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void batch_norm_forward(
     const GLOBAL_MEM acc_t* RESTRICT gamma, const GLOBAL_MEM acc_t* RESTRICT beta, const GLOBAL_MEM data_t* RESTRICT residual,
     GLOBAL_MEM data_t* RESTRICT out, GLOBAL_MEM mask_t* RESTRICT mask, const BatchNormShape shape, const long_t activation, const long_t slope) {
   AFTER_LAST_LAUNCH
-  NEXT_LAUNCH_MAY_COME
   STAND;
   NORMALISED_BY()
   normalise(y, residual, out, mask, shape, column, lane, down, start, end, centre, a, b, activation, slope);
@@ -459,7 +456,6 @@ KERNEL LAUNCH_BOUNDS(THREADS, GRADIENTS_AT_ONCE) void gradient_sums(
     const GLOBAL_MEM mask_t* RESTRICT mask, GLOBAL_MEM data_t* RESTRICT masked, GLOBAL_MEM acc_t* RESTRICT part, const BatchNormShape shape,
     const long_t activation, const long_t slope) {
   AFTER_LAST_LAUNCH
-  NEXT_LAUNCH_MAY_COME
   LOCAL_MEM acc_t sums[2 * OWN * THREADS];
   STAND;
   NORMALISED_BY()
@@ -504,7 +500,6 @@ KERNEL LAUNCH_BOUNDS(THREADS, GRADIENTS_AT_ONCE) void batch_norm_backward(
     const GLOBAL_MEM acc_t* RESTRICT sums, GLOBAL_MEM data_t* dy, const BatchNormShape shape, const long_t activation,
     const long_t slope, const long_t of_batch) {
   AFTER_LAST_LAUNCH
-  NEXT_LAUNCH_MAY_COME
   STAND;
   acc_t less[OWN], rate[OWN];
   NORMALISED_BY({
@@ -519,7 +514,6 @@ KERNEL LAUNCH_BOUNDS(THREADS, GRADIENTS_AT_ONCE) void batch_norm_backward(
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void channel_sums(const GLOBAL_MEM data_t* RESTRICT x, GLOBAL_MEM acc_t* RESTRICT part,
                                                    const BatchNormShape shape) {
   AFTER_LAST_LAUNCH
-  NEXT_LAUNCH_MAY_COME
   LOCAL_MEM acc_t sums[OWN * THREADS];
   STAND;
   acc_t sum[OWN];
@@ -543,7 +537,6 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void channel_sums(const GLOBAL_MEM data_t* REST
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void add_slices(const GLOBAL_MEM acc_t* RESTRICT part, GLOBAL_MEM void* RESTRICT sums,
                                                  const long_t columns, const long_t slices, const long_t rounded, const long_t beside) {
   AFTER_LAST_LAUNCH
-  NEXT_LAUNCH_MAY_COME
   LOCAL_MEM acc_t folded[THREADS];
   const int lane = LID_0 / (int)beside;
   const index_t column = (index_t)GID_0 * beside + (LID_0 & ((int)beside - 1));
@@ -583,7 +576,6 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_whole_statistics(
     GLOBAL_MEM acc_t* RESTRICT invstd, GLOBAL_MEM acc_t* RESTRICT running_mean, GLOBAL_MEM acc_t* RESTRICT running_var,
     GLOBAL_MEM long_t* RESTRICT counted, const BatchNormShape shape, const long_t eps, const long_t momentum) {
   AFTER_LAST_LAUNCH
-  NEXT_LAUNCH_MAY_COME
   LOCAL_MEM acc_t counts[THREADS], means[THREADS], squares[THREADS];
   STAND;
   whole_statistics(y, shape, column, lane, down, inside, start, end, tracked, mean, invstd, running_mean, running_var, counted, eps, momentum,
@@ -598,7 +590,6 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_whole_forward(
     const GLOBAL_MEM data_t* RESTRICT residual, GLOBAL_MEM data_t* RESTRICT out, GLOBAL_MEM mask_t* RESTRICT mask, const BatchNormShape shape,
     const long_t activation, const long_t slope, const long_t eps, const long_t momentum) {
   AFTER_LAST_LAUNCH
-  NEXT_LAUNCH_MAY_COME
   LOCAL_MEM acc_t counts[THREADS], means[THREADS], squares[THREADS];
   STAND;
   whole_statistics(y, shape, column, lane, down, inside, start, end, tracked, mean, invstd, running_mean, running_var, counted, eps, momentum,
@@ -615,7 +606,6 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_whole_backward(
     const GLOBAL_MEM mask_t* RESTRICT mask, GLOBAL_MEM data_t* masked, GLOBAL_MEM acc_t* RESTRICT totals, GLOBAL_MEM data_t* dy,
     const BatchNormShape shape, const long_t activation, const long_t slope, const long_t of_batch) {
   AFTER_LAST_LAUNCH
-  NEXT_LAUNCH_MAY_COME
   LOCAL_MEM acc_t sums[2 * THREADS];
   STAND;
   const acc_t centre = mean[column], deviation = invstd[column];

@@ -65,7 +65,6 @@ struct Place {
 extern "C" __global__ void __launch_bounds__(THREADS)
     max_pool(const Channels* __restrict__ x, Channels* __restrict__ y, Taps* __restrict__ from, const __grid_constant__ PoolArguments arg) {
   AFTER_LAST_LAUNCH
-  NEXT_LAUNCH_MAY_COME
   const int thread = blockIdx.x * THREADS + threadIdx.x;
   if (thread >= (int)arg.threads) return;
   const Place at(arg, thread);
@@ -100,7 +99,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 extern "C" __global__ void __launch_bounds__(THREADS) max_pool_backward(const Channels* __restrict__ dy, const Taps* __restrict__ from,
                                                                         Channels* __restrict__ dx, const __grid_constant__ PoolArguments arg) {
   AFTER_LAST_LAUNCH
-  NEXT_LAUNCH_MAY_COME
   const int thread = blockIdx.x * THREADS + threadIdx.x;
   if (thread >= (int)arg.threads) return;
   const Place at(arg, thread);
@@ -130,7 +128,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) max_pool_backward(const Ch
 extern "C" __global__ void __launch_bounds__(THREADS) max_pool_backward_of_twos(const Channels* __restrict__ dy, const Taps* __restrict__ from,
                                                                                 Channels* __restrict__ dx, const __grid_constant__ PoolArguments arg) {
   AFTER_LAST_LAUNCH
-  NEXT_LAUNCH_MAY_COME
   const int thread = blockIdx.x * THREADS + threadIdx.x;
   if (thread >= (int)arg.threads) return;
   const Place at(arg, thread);
@@ -182,7 +179,6 @@ DEVICE float share_of(const PoolArguments& arg, int h0, int w0) {
 extern "C" __global__ void __launch_bounds__(THREADS)
     mean_pool(const Channels* __restrict__ x, Channels* __restrict__ y, const __grid_constant__ PoolArguments arg) {
   AFTER_LAST_LAUNCH
-  NEXT_LAUNCH_MAY_COME
   const int thread = blockIdx.x * THREADS + threadIdx.x;
   if (thread >= (int)arg.threads) return;
   const Place at(arg, thread);
@@ -207,7 +203,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 extern "C" __global__ void __launch_bounds__(THREADS)
     mean_pool_backward(const Channels* __restrict__ dy, Channels* __restrict__ dx, const __grid_constant__ PoolArguments arg) {
   AFTER_LAST_LAUNCH
-  NEXT_LAUNCH_MAY_COME
   const int thread = blockIdx.x * THREADS + threadIdx.x;
   if (thread >= (int)arg.threads) return;
   const Place at(arg, thread);

@@ -15,7 +15,12 @@
 #include "nn/norm.cuh"
 
 constexpr int UNROLL = VEC * sizeof(data_t) < 16 ? 8 : 4;
-constexpr int ITEMS = 4;  // the most of a thread in norm_rows, VEC numbers each
+constexpr int ITEMS = 4;      // the most of a thread in norm_rows, VEC numbers each
+constexpr int STAGED = 4096;  // the most numbers of a row whose gamma and beta norm_rows keeps in shared memory
+
+struct alignas(VEC % 4 == 0 ? 16 : 4) Floats {
+  float v[VEC];
+};
 
 // gamma and beta of VEC neighbours of a row, whose channels begin at `base`
 DEVICE void parameters_of(float (&a)[VEC], float (&b)[VEC], const Parameter& gamma, const Parameter& beta, const NormShape& shape, int base, int first) {
@@ -58,9 +63,15 @@ extern "C" __global__ void __launch_bounds__(THREADS)
               float2* __restrict__ stats, const __grid_constant__ NormShape shape) {
   NEXT_LAUNCH_MAY_COME
   AFTER_LAST_LAUNCH
+  extern __shared__ __align__(16) float parameters[];  // gamma and beta, if they are those of all rows
   __shared__ float2 room[2][WARPS];
   const int width = (int)shape.width, own = threadIdx.x & (width - 1), at_once = THREADS / width, numbers = (int)shape.pixels;
   const Parameter factor = gamma_of(gamma, shape), summand = beta_of(beta, shape);
+  const bool staged = shape.plane == 1 && shape.groups == 1 && numbers <= STAGED;
+  if (staged) {
+    for (int i = threadIdx.x; i < numbers; i += THREADS) parameters[i] = factor.at(i, 1), parameters[numbers + i] = summand.at(i, 0);
+    __syncthreads();
+  }
   const float n = (float)shape.pixels;
   raw_t ahead[ITEMS] = {};
   auto fetch = [&](long long row) {
@@ -101,6 +112,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       }).x / n;
     const float2 off = add(raw, [&](const float(&v)[VEC]) {
       float2 some = make_float2(0, 0);
+      if (shape.rms) {
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) some.y = fmaf(v[i], v[i], some.y);
+        return some;
+      }
 #pragma unroll
       for (int i = 0; i < VEC; ++i) some.x += v[i] - near, some.y = fmaf(v[i] - near, v[i] - near, some.y);
       return some;
@@ -113,11 +129,17 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
     for (int u = 0; u < ITEMS; ++u)
       if ((u * width + own) * VEC < numbers) {
-        float v[VEC], a[VEC], b[VEC];
+        float v[VEC];
         floats_of(v, raw[u]);
-        parameters_of(a, b, factor, summand, shape, base, (u * width + own) * VEC);
+        const int at = (u * width + own) * VEC;
+        Floats a, b;
+        if (staged) {
+          a = *(const Floats*)(parameters + at), b = *(const Floats*)(parameters + numbers + at);
+        } else {
+          parameters_of(a.v, b.v, factor, summand, shape, base, at);
+        }
 #pragma unroll
-        for (int i = 0; i < VEC; ++i) v[i] = fmaf((v[i] - m.mean) * rstd, a[i], b[i]);
+        for (int i = 0; i < VEC; ++i) v[i] = fmaf((v[i] - m.mean) * rstd, a.v[i], b.v[i]);
         activate((int)shape.activation, v);
         store(out + row * numbers + (u * width + own) * VEC, v);
       }

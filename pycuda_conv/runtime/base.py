@@ -61,8 +61,6 @@ class TensorMap:
         Bytes of a row in shared memory, over which it is swizzled: 128, 64 or 32; 0 leaves it in order.
     dtype : {"float16", "bfloat16", "float32", "tfloat32"}
         In ``"tfloat32"`` the memory holds float32, which TMA rounds to TF32 on its way to shared memory.
-    steps : tuple of int
-        Elements from one of a box to the next along each axis, if they are not neighbours.
     """
 
     buffer: int
@@ -72,7 +70,6 @@ class TensorMap:
     box: tuple[int, ...] | Im2col
     span: int
     dtype: str
-    steps: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,4 @@ def _arguments(described: TensorMap) -> tuple[str, int, Any, tuple[Any, ...]]:
     if isinstance(box, Im2col):
         boxes = array(i32, box.lower), array(i32, box.upper), u32(box.channels), u32(box.pixels), array(u32, (1, *box.stride, 1))
         return "cuTensorMapEncodeIm2col", kind, u32(rank), (*sizes, *boxes, *tail)
-    steps = described.steps or (1,) * rank
-    walked = [count * step for count, step in zip(box, steps, strict=True)]
-    return "cuTensorMapEncodeTiled", kind, u32(rank), (*sizes, array(u32, walked), array(u32, steps), *tail)
+    return "cuTensorMapEncodeTiled", kind, u32(rank), (*sizes, array(u32, box), array(u32, (1,) * rank), *tail)

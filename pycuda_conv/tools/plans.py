@@ -10,6 +10,8 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from functools import partial
+from itertools import islice
 from typing import Any
 
 from pycuda_conv import background, engines
@@ -21,8 +23,10 @@ from pycuda_conv.runtime.base import KernelLaunch
 from pycuda_conv.runtime.cache import trusted_folder
 from pycuda_conv.runtime.workers import cores
 from pycuda_conv.tools.terminal import named_device, track
+from pycuda_conv.tune import lookup
 
 MOST_WAITING = 120  # seconds to wait for compilers
+MOST_AHEAD = 48  # problems whose kernels are compiled while earlier ones are measured
 
 
 def plans(problems: Sequence[ConvProblem], device: Device, with_moments: bool = False) -> list[Plan]:
@@ -41,6 +45,48 @@ def plans(problems: Sequence[ConvProblem], device: Device, with_moments: bool = 
     finally:
         pool.shutdown(cancel_futures=True)
         waiting.stop(False)
+
+
+class Ahead:
+    """Plans in the final form, whose kernels are compiled while earlier ones are measured.
+
+    Parameters
+    ----------
+    problems : iterable of ConvProblem
+        In the order in which their plans will be asked for.
+    device : CudaDevice
+    """
+
+    def __init__(self, problems: Iterable[ConvProblem], device: Any) -> None:
+        self._rest, self._device = iter(dict.fromkeys(problems)), device
+        self._pool = ThreadPoolExecutor(cores())
+        self._coming: dict[ConvProblem, list[Future[None]]] = {}
+
+    def __enter__(self) -> Ahead:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _start(self, problem: ConvProblem) -> None:
+        tuned = lookup(problem, self._device)
+        schedule = engines.schedule(problem, tuned.config if tuned else engines.choose(problem, self._device), self._device)
+        launches = background.launches(background.with_constants(schedule))
+        self._coming[problem] = [self._pool.submit(_cubin, launch, self._device) for launch in launches]
+
+    def plan(self, problem: ConvProblem) -> Plan:
+        """The plan of a problem, after all that it launches is compiled."""
+        for coming in islice(self._rest, max(0, MOST_AHEAD - len(self._coming))):
+            self._start(coming)
+        for kernel in self._coming.pop(problem, ()):
+            kernel.result()
+        return cached_plan(problem, self._device).final_form()
+
+
+def _cubin(launch: KernelLaunch, device: Any) -> None:
+    """Compile a launch's kernel without loading it, which would slow down what is measured meanwhile."""
+    if not device.compiled(launch):
+        device.queue.cubin(launch.source(), launch.arch).result()
 
 
 def settle(call: Callable[[], Any], wait: Callable[[], Any], compiled: Callable[[], bool]) -> None:
@@ -98,10 +144,7 @@ def compile_for(wanted: Iterable[tuple[ConvProblem, engines.Config]], device: De
 
 
 def _on_gpu(missing: Sequence[KernelLaunch], device: Any) -> list[str]:
-    def cubin(launch: KernelLaunch) -> None:
-        device.queue.cubin(launch.source(), launch.arch).result()
-
-    return _failures(ThreadPoolExecutor(cores()), cubin, missing)
+    return _failures(ThreadPoolExecutor(cores()), partial(_cubin, device=device), missing)
 
 
 def _on_opencl(missing: Sequence[KernelLaunch]) -> list[str]:

@@ -45,13 +45,14 @@ THIRD = [case for case in dict.fromkeys(case for case, *_ in EVERY) if case not 
 MORE = [
     (SHAPES[0], KINDS[-1], DenseNhwc(128, 192, 2)), (SHAPES[1], "fp16 last", DenseNhwc(128, 160, 3)), (SHAPES[0], "fp16 last", DenseNhwc(64, 96, 3, 4)),
     (SHAPES[9], "tf32 last", DenseNhwc(64, 32, 3)), (SHAPES[11], "tf32 last", DenseNhwc(64, 32, 4, 8)),
+    (SHAPES[0], "fp16 last", DenseNhwc(256, 96, 2)),
 ]  # fmt: skip
 LARGE = fprop((9, 192, 28, 28), (256, 192, 3, 3), padding=1)
 THIN = fprop((4, 64, 10, 8), (40, 64, 1, 1), bias=False)
 SLICES = fprop((4, 16, 10, 9), (136, 16, 1, 1), bias=False)  # of slices all of whose pixels exist, and one of a few
 RANGED = [one for one in SCENARIOS if one != "subnormals"]
 CHANNELS = [fprop((3, 32, 9, 11), (channels, 32, 3, 3), padding=1) for channels in (72, 21, 20)]  # written four at once, and one at a time
-BOXED = fprop((3, 8, 5, 11, 67), (40, 8, 3, 1, 3), padding=(1, 0, 1), stride=(1, 2, 2))  # several boxes along each axis
+BOXED = fprop((2, 8, 2, 16, 24), (40, 8, 3, 1, 3), padding=(1, 0, 1))  # several boxes along each axis
 BASE = SHAPES[0]
 GROUPED = replace(BASE, input_shape=(2, 128, 9, 8), weight_shape=(80, 64, 3, 3), options={"groups": 2, "padding": 1})
 #: A decoder's of videos: a padding on one side of the frames, and more channels than rows of 128 bytes hold.
@@ -78,8 +79,8 @@ CASES = Cases(
     ranged_gpu=[(THIN, "tf32 last", DenseNhwc(64, 32, 4), RANGED)],
     arguments=[
         ((SHAPES[2], "tf32 last", DenseNhwc(64, 64, 2)), "blocks channel_blocks rows tap_s tap_base tap_step_s dilation_h dilation_w low_h low_w q height images out_size out_h out_w"),
-        ((SHAPES[4], "tf32 last", DenseNhwc(64, 64, 2)), "tap_r tap_step_r"), ((CHANNELS[1], "fp16 last", DenseNhwc(64, 32, 3)), "load_plane load_q low_h"),
-        ((BOXED, "fp16 last", DenseNhwc(64, 32, 3)), "stride_h stride_w spatial_dims box_w box_h box_d box_n boxes_w boxes_h boxes_d depth out_d low_d"),
+        ((SHAPES[4], "tf32 last", DenseNhwc(64, 64, 2)), "stride_h tap_r tap_step_r plane pq"), ((CHANNELS[1], "fp16 last", DenseNhwc(64, 32, 3)), "load_plane load_q low_h"),
+        ((BOXED, "fp16 last", DenseNhwc(64, 32, 3)), "spatial_dims box_w box_h box_d box_n boxes_w boxes_h boxes_d depth out_d low_d"),
         ((SHAPES[10], "tf32 last", DenseNhwc(64, 64, 2)), "tap_step_s out_base"),
     ],
     broken=[  # the first writes runs of pixels, the second four channels at once
@@ -96,7 +97,7 @@ CASES = Cases(
         (fprop((0, 8, 4, 4), (4, 8, 1, 1)), "fp16 last", DenseNhwc(), "nothing to compute"), (fprop((2, 12, 4, 4), (4, 12, 1, 1)), "fp16 last", DenseNhwc(), "multiple of 16 bytes"),
         (fprop((2, 8, 2**15, 2**15), (4, 8, 1, 1)), "fp16 last", DenseNhwc(), "32 bits"), (fprop((1, 16, 6, 300), (8, 16, 2, 2), dilation=(3, 256)), "fp16 last", DenseNhwc(), "padding or dilation"),
         (GROUPED, "fp16 last", DenseNhwc(64, 32), "lies in one group"), (replace(GROUPED, transposed=True, weight_shape=(128, 40, 3, 3)), "fp16 last", DenseNhwc(), "takes groups forward"),
-        (BASE, "fp16 last", DenseNhwc(96), "BLOCK_M must be one of 64, 128"), (BASE, "fp16 last", DenseNhwc(64, 160), "up to 128"), (BASE, "fp16 last", DenseNhwc(128, 80), "32, 64, 96"),
+        (BASE, "fp16 last", DenseNhwc(96), "BLOCK_M must be one of 64, 128"), (BASE, "fp16 last", DenseNhwc(64, 160), "up to 128"), (BASE, "fp16 last", DenseNhwc(256, 64), "of 256 pixels has 96"), (BASE, "fp16 last", DenseNhwc(128, 80), "32, 64, 96"),
         (BASE, "fp16 last", DenseNhwc(64, 64, 4, 3), "CLUSTER must be one of 1, 2, 4, 8"), (BASE, "fp16 last", DenseNhwc(128, 160, 4, 2), "share tiles"), (BASE, "fp16 last", DenseNhwc(128, 128, 2, 2), "no room for the sums"),
         (BASE, "fp16 last", DenseNhwc(128, 256, 6), "bytes of shared memory"), (BASE, "fp16 last", DenseNhwc(64, 64, 1), "bytes of shared memory"),
     ],

@@ -20,9 +20,9 @@ OTHERS = [mode for mode in TYPES if mode != "fp32"]
 #: What the planner chooses from, and shapes that differ from those.
 ONCE = [*((DEPTHWISE, tile) for tile in TILES), (GENERAL, Batched(256, 1, 8)), (GENERAL, Batched(BLOCK_K=4, BLOCK_C=16)), (TRANSPOSED, Dgrad(256, 8, 1))]
 AWKWARD = [
-    *((case, Batched(64, 4, 2)) for case in FORWARD), *((case, config) for case in TRANSPOSED_CASES for config in (Dgrad(64, 2, 4), Dgrad(32, 1, 2, SPLIT=2))),
+    *((case, Batched(64, 4, 2)) for case in FORWARD), *((case, (Dgrad(64, 2, 4), Dgrad(32, 1, 2, SPLIT=2))[i % 2]) for i, case in enumerate(TRANSPOSED_CASES)),
     *((case, Dgrad(64, 2, 4)) for case in MANY_PHASES), *((case, (Single(), Tile(8, 32, 2), Tile(4, 16, 2))[(i + more) % 3]) for i, case in enumerate(SINGLE_CHANNEL) for more in (0, 1)),
-    *((case, config) for case in ALONE for config in (Tile(8, 32, 2), Tile(1, 256, 1))),
+    *((case, (Tile(8, 32, 2), Tile(1, 256, 1))[i % 2]) for i, case in enumerate(ALONE)),
 ]  # fmt: skip
 #: Gradients of filters: slices that end within images, and empty ones; filters of a block that end with a group.
 FILTERS = [

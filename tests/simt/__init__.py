@@ -140,7 +140,6 @@ def map_of(described: TensorMap, address: int) -> Map:
         made.lower[:], made.upper[:], made.step[:] = ((*corner, 0, 0, 0)[:3] for corner in (box.lower, box.upper, box.stride))
     else:
         made.box[:] = (*box, 0, 0, 0, 0)[:5]
-        made.step[:] = (*described.steps[1:4], 1, 1, 1)[:3]
     return made
 
 

@@ -121,7 +121,7 @@ void boxed(Transfer& t, const Map& map, const Place& place, u32 to) {
     Row row{to + number * t.bytes, map.base + (long)place.at[0] * map.size, 0, 0};
     bool there = true;
     for (int axis = 1, rest = number; axis < map.rank; rest /= map.box[axis++]) {
-      const long at = place.at[axis] + (long)(rest % map.box[axis]) * (axis < 4 ? map.step[axis - 1] : 1);
+      const long at = place.at[axis] + (long)(rest % map.box[axis]);
       there = there && at >= 0 && at < map.sizes[axis];
       row.memory += at * map.strides[axis];
     }

@@ -1,7 +1,7 @@
 """Tiles of a result whose pixels are a box of columns, rows, slices and images, for ``cu/hopper/dense.cu``.
 
-TMA loads a box of neighbouring pixels faster than as many pixels of rows one behind the other. What lies past an image's edges is
-loaded as zeros and not stored.
+TMA loads a box of neighbouring pixels a little faster than as many pixels of rows one behind the other. What lies past an image's edges
+is loaded as zeros and not stored.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from functools import lru_cache
 
 from pycuda_conv.engines.geometry import ceil
 from pycuda_conv.problem import Size3
-
-MOST_LENGTH = 256  # of a box that is loaded, along each axis
 
 
 @dataclass(frozen=True)
@@ -31,18 +29,14 @@ class Box:
 
 
 @lru_cache(maxsize=4096)
-def best_box(size: Size3, images: int, most: int, stride: Size3) -> Box:
-    """The box of up to `most` pixels with which images of this `size` have the fewest tiles; of several, that with the longest rows.
-
-    With a `stride` its pixels lie so far apart in what is loaded.
-    """
+def best_box(size: Size3, images: int, most: int) -> Box:
+    """The box of up to `most` pixels with which images of this `size` have the fewest tiles; of several, that with the longest rows."""
     depth, rows, columns = size
-    reach = [MOST_LENGTH // step for step in stride]
 
     def boxes() -> Iterator[Box]:
-        for wide in _even(columns, min(most, reach[2])):
-            for high in _even(rows, min(most // wide, reach[1])):
-                for deep in _even(depth, min(most // (wide * high), reach[0])):
+        for wide in _even(columns, most):
+            for high in _even(rows, most // wide):
+                for deep in _even(depth, most // (wide * high)):
                     many = ceil(images, ceil(images, most // (wide * high * deep)))
                     lengths = (columns, wide), (rows, high), (depth, deep), (images, many)
                     w, h, d, n = (ceil(length, part) for length, part in lengths)

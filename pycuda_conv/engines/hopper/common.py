@@ -51,10 +51,10 @@ def image_map(
     inner = range(2, 2 - addressing.spatial_dims, -1)  # W first
     axes, stride, low = ([of[i] for i in inner] for of in (unpacked.size, addressing.stride, addressing.low))
     if box:  # it has rows in any case
-        axes, stride = ([*of, 1][: max(len(of), 2)] for of in (axes, stride))
+        axes = [*axes, 1][: max(len(axes), 2)]
         lengths = *box.size[: len(axes)], box.size[-1]
         strides = tuple(pixel * math.prod(axes[:i]) for i in range(len(axes) + 1))
-        return TensorMap(buffer, 0, (channels, *axes, problem.N), strides, (wide, *lengths), row, kind, (1, *stride, 1))
+        return TensorMap(buffer, 0, (channels, *axes, problem.N), strides, (wide, *lengths), row, kind)
     strides = tuple(pixel * math.prod(axes[:i]) for i in range(len(axes) + 1))
     first, axes = (part[0], [part[1][i] for i in inner]) if part else ((0, 0, 0), axes)
     offset = pixel * sum(n * step for n, step in zip(first, row_major(unpacked.size), strict=True))

@@ -53,7 +53,7 @@ CLUSTERS = (1, 2, 4, 8)  # blocks that share a tile: a cluster has at most 8
 #: cluster, so only small tiles. By the model random problems take 0.2% longer in the mean with these tiles than with all.
 TILES: dict[tuple[int, int], tuple[int, ...]] = {
     **{(128, columns): (1,) for columns in (32, 64, 96, 160, 192, 256)}, (128, 128): (1, 2, 4),
-    **{(64, columns): CLUSTERS for columns in (32, 64)}, (64, 96): (1, 8),
+    **{(64, columns): CLUSTERS for columns in (32, 64)}, (64, 96): (1, 8), (256, 96): (1,),
 }  # fmt: skip
 #: The same for phases, whose results are seldom wide.
 PHASED_TILES: dict[tuple[int, int], tuple[int, ...]] = {
@@ -82,7 +82,7 @@ class DenseNhwc(Config):
     CLUSTER: int = 1
 
 
-CONFIGS, LAYOUTS, RUNS_ON, TENSOR_CORES, MOST_VARIANTS = (DenseNhwc,), ("NHWC",), HOPPER, True, {"cuda": 158}
+CONFIGS, LAYOUTS, RUNS_ON, TENSOR_CORES, MOST_VARIANTS = (DenseNhwc,), ("NHWC",), HOPPER, True, {"cuda": 163}
 ORDER = ("CLUSTER",)  # what the order of sums depends on
 COST = costs("hopper.dense")
 DensePhase = kernel_struct("hopper_dense", "DensePhase")
@@ -107,6 +107,8 @@ def _summed(problem: ConvProblem) -> int:
 
 
 def _fits(problem: ConvProblem, config: DenseNhwc) -> str | None:
+    if config.BLOCK_M == 256 and not config.BLOCK_N == 96 >= problem.result_channels:
+        return "a tile of 256 pixels has 96 channels, all of the result"
     if config.BLOCK_M == 64 and config.BLOCK_N > 128:
         return "a tile of 64 pixels has up to 128 channels"
     if problem.groups > 1 and problem.result_channels // problem.groups % config.BLOCK_N:
@@ -132,7 +134,7 @@ TAKES = Takes(
     lambda p: too_many_phases(p, besides_repeats=True),
     ("tensor loads can't make its padding or dilation", lambda p: _addressed(p) is not None),
 )  # fmt: skip
-LEGAL = Tiles(TAKES, DenseNhwc, _fits, BLOCK_M=(64, 128, 192, 256), BLOCK_N=COLUMNS, CLUSTER=CLUSTERS)
+LEGAL = Tiles(TAKES, DenseNhwc, _fits, BLOCK_M=(64, 128, 256), BLOCK_N=COLUMNS, CLUSTER=CLUSTERS)
 
 
 def _blocks_per_sm(config: DenseNhwc) -> int:
@@ -271,15 +273,15 @@ def _launches(addressings: Sequence[PhaseAddressing]) -> Iterator[Sequence[Phase
 
 
 def _box(problem: ConvProblem, config: DenseNhwc, addressing: PhaseAddressing, with_moments: bool = False) -> Box | None:
-    """The box that a tile's pixels are; None where they are neighbours.
+    """The box that a tile's pixels are; None where they are neighbours, of which a tile always has as many as it can hold.
 
-    They are where runs of pixels are stored, and where moments are noted but boxes are not all full.
+    They are neighbours with a stride, where runs of pixels are stored, and where boxes would be more tiles, or for moments not all full.
     """
-    if addressing.flat or store_mode(problem, config.BLOCK_N, addressing.phase) == RUN:
+    if addressing.flat or addressing.stride != (1, 1, 1) or store_mode(problem, config.BLOCK_N, addressing.phase) == RUN:
         return None
-    box = best_box(addressing.phase.size, problem.N, config.BLOCK_M, addressing.stride)
-    full = box.tiles * config.BLOCK_M == problem.N * math.prod(addressing.phase.size)
-    return box if full or not with_moments else None
+    box, pixels = best_box(addressing.phase.size, problem.N, config.BLOCK_M), problem.N * math.prod(addressing.phase.size)
+    fits = box.tiles * config.BLOCK_M == pixels if with_moments else box.tiles <= ceil(pixels, config.BLOCK_M)
+    return box if fits else None
 
 
 def _product(

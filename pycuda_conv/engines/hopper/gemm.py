@@ -394,7 +394,7 @@ def _product_time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: i
     """Microseconds of the launches that multiply; and bytes of the parts of sums that a block adds."""
     _, addressings = form(problem)
     loaded = _loaded(problem, config, in_place)
-    step, stores = _stage_time(problem, config, in_place, loaded), _store_time(problem, config, multiprocessors)
+    step, stores = _stage_time(problem, config, in_place, loaded), _store_time(problem, config)
     between = (COST.IN_PLACE_TILE if _stores_last(problem, config) else COST.TILE_TIME) + stores
 
     def tile_time(steps: int) -> float:
@@ -456,7 +456,7 @@ def _stores_last(problem: ConvProblem, config: ImplicitGemm) -> bool:
     return problem.layout == "NHWC" and config.SPLIT == 1 and problem.itemsize == 2
 
 
-def _store_time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> float:
+def _store_time(problem: ConvProblem, config: ImplicitGemm) -> float:
     """Microseconds in which a tile adds a residual and stores its results."""
     _, addressings = form(problem)
     last, stored = _stores_last(problem, config), RATES[problem.itemsize].stored
@@ -466,15 +466,13 @@ def _store_time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int
     elif last:
         stored = COST.IN_PLACE_APART if whole_rows(problem, 1) and not config.tensor_store(problem) else COST.IN_PLACE_STORED
     rows = float(config.BLOCK_M)
-    if problem.itemsize == 4 and problem.layout == "NCHW":  # the others of a tile's rows are no channels
+    if problem.layout == "NCHW":  # the others of a tile's rows are no channels
         rows = channels / max(ceil(channels, config.BLOCK_M), 1)
     us = rows * config.BLOCK_N * config.stored_bytes(problem) / stored
     if problem.layout == "NHWC" and problem.result_channels * problem.itemsize % 16:
         us *= COST.SCATTERED if len(addressings) == 1 or defines_of(problem)["VEC"] == 1 else 1.0
     elif problem.layout == "NCHW" and problem.itemsize == 2 and not paired(problem) and defines_of(problem)["VEC"] == 1:
-        # elements are stored one by one, each in a sector of its own; all multiprocessors share the memory's rate for sectors
-        stored_at_once = math.prod(config.tiles_of(problem, addressings[:1])) * problem.groups * len(addressings) / multiprocessors
-        us *= COST.SCATTERED * max(1.0, min(addressings[0].phase.step[2], SECTOR // problem.itemsize) * min(1.0, stored_at_once))
+        us *= COST.SCATTERED if len(addressings) == 1 else COST.SCATTERED_PHASES  # elements are stored one by one
     elif problem.layout == "NCHW" and problem.itemsize == 4 and len(addressings) > 1:
         us *= COST.PHASED
     added = config.BLOCK_M * config.BLOCK_N if problem.has_residual and config.SPLIT == 1 else 0

@@ -389,7 +389,7 @@ def time(problem: ConvProblem, config: WgradNhwc, device: Device) -> float:
     blocks, slots = down * across * packs * config.SPLIT, device.multiprocessors * _blocks_per_sm(config, factor)
     again = ceil(blocks, slots) - 1
     us = again * (taken(slots) + COST.PER_ROUND) + taken(blocks - again * slots)
-    us *= COST.FLIPPED_TIME if config.FLIPPED and size == 2 else 1
+    us *= COST.FLIPPED_TIME if config.FLIPPED and size == 2 else COST.TF32_PLANES if in_planes(problem) and size == 4 else 1
     added = COST.REDUCE + 4 * config.SPLIT * part_sums(problem, config) / COST.ADDED if config.SPLIT > 1 else 0
     copied = sum(FORM_COST.COPY + 32 * args.words / FORM_COST.COPIED for _, args in channel_copies(seen))
     return COST.FIRST + together(COST.TOGETHER, us, _moved(problem) / COST.MEMORY) + added + copied

@@ -62,7 +62,7 @@ class Pixels:
 
     @property
     def items(self) -> int:
-        """How many items a thread loads at once there are."""
+        """The number of items, each of which a thread loads at once."""
         return self.N * self.K * self.plane // self.item
 
     @property

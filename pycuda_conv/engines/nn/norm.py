@@ -47,9 +47,10 @@ NARROW, MOST_NARROW = 8, 64 << 10
 #: Most bytes that :data:`THREADS` of `SMALL` keep in shared memory, and how many a cluster of more blocks should leave to so many.
 MOST_BYTES, ENOUGH_BYTES = 32 << 10, 16 << 10
 #: Threads of a block of `SMALL`. Blocks of clusters begin one after the other, 19 ns each (H200), so there should be few.
-SMALL_THREADS = 1024, 512, 256
+SMALL_THREADS = 1024, 256
 #: Items of a thread that has a part of a row, threads of a block for longer rows, and blocks of a multiprocessor that take all rows.
 ROW_ITEMS, LONG_THREADS, ROW_BLOCKS = 4, 1024, 6
+STAGED = 4096  # the most numbers of a row whose parameters are kept in shared memory
 
 SMALL, ROWS, PLANES, SLICED_ROWS = "small", "rows", "planes", "sliced rows"
 
@@ -266,7 +267,9 @@ def forward(norm: Norm, multiprocessors: int, form: str = "", clusters: tuple[in
         vector, width = found
         cut, threads = Cut(norm, vector, width, 1, 1, 1), max(THREADS, width)
         grid = min(ceil(norm.N * norm.groups, threads // width), ROW_BLOCKS * multiprocessors)
-        return [KernelLaunch("norm_rows", cut.defines(threads), grid, threads, of_rows, (), arguments=cut.shape_of_rows())], 0
+        alike = norm.P == 1 and norm.groups == 1 and norm.C <= STAGED  # all rows have the same parameters
+        shape, kept = cut.shape_of_rows(), 2 * 4 * norm.C if alike else 0
+        return [KernelLaunch("norm_rows", cut.defines(threads), grid, threads, of_rows, (), shared=kept, arguments=shape)], 0
     rows = norm.N * norm.groups
     if form == PLANES:
         cut, applied = _cuts_of_planes(norm, multiprocessors)
@@ -404,5 +407,5 @@ def variants(device: Device) -> Iterator[VariantSet]:
 
 
 def _is_launched(d: Mapping[str, int]) -> bool:
-    """Whether a norm of small planes is ever launched with these defines: clusters are of the largest blocks."""
-    return d["CLUSTER"] == 1 or d["THREADS"] == SMALL_THREADS[0]
+    """Whether a norm of small planes is ever launched with these defines: clusters of four are of the largest blocks."""
+    return d["CLUSTER"] < 4 or d["THREADS"] == SMALL_THREADS[0]

@@ -35,7 +35,7 @@ def take(rewrite: Rewrite, wide: Node, grad: bool) -> None:
         nodes.insert(0, before)
     while nodes and not _lies_last(nodes[0].args[0]):
         del nodes[0]
-    if not nodes or not all(is_plain(n) for n in nodes):
+    if not nodes or not all(is_plain(n) and value(n).dtype is value(nodes[0].args[0]).dtype for n in nodes):
         return
     x, made = nodes[0].args[0], value(node)
     if rewrite.memory_of(x) == rewrite.memory_of(node) or made.dim() not in (4, 5):  # all of them are views
@@ -131,7 +131,5 @@ def _followed(nodes: Sequence[Node], shape: Sequence[Any]) -> tuple[list[int], l
     seen = {i for own in order for i in own}
     if math.prod(shape) == 0 or any(i not in seen and sizes[every[i]] != 1 for i in places.values()):
         return None
-    for own, axis in zip(order, range(len(order)), strict=True):
-        if axis == 0:
-            own[:0] = [i for i in places.values() if i not in seen]  # parts of one element, anywhere
+    order[0][:0] = [i for i in places.values() if i not in seen]  # parts of one element, anywhere
     return [sizes[part] for part in every], order

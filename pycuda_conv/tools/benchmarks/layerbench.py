@@ -26,7 +26,7 @@ from pycuda_conv.problem import ConvProblem, channels_last
 from pycuda_conv.timing import Effort, gpu_times, operand_sets
 from pycuda_conv.tools import bench, families
 from pycuda_conv.tools.oracle import LARGE_FLOPS, Errors, Truth, compare, cudnn_set, options, precision_set, torch_for, torch_precision
-from pycuda_conv.tools.plans import plans
+from pycuda_conv.tools.plans import Ahead
 from pycuda_conv.tools.report import (
     FRONT_PAGE,
     RESULTS_PAGE,
@@ -363,15 +363,17 @@ def run(settings: bench.Settings, suite: str, each: int) -> int:
     machine = bench.describe(torch, device, ", ".join(dict.fromkeys(mode for _, mode, _ in todo)), words, seed) | {"command": command}
     for line in header_lines(machine):
         out.print(line, markup=False)
-    with torch.no_grad(), cudnn_set(torch, "benchmark", True), torch_precision("fp32"), tune.untuned(settings.untuned):
-        wanted = [as_called(one, device) for _, _, problem in todo for one in our_problems(problem, suite).values()]
-        ready = dict(zip(wanted, plans(wanted, device), strict=True))
+    wanted = [as_called(one, device) for _, _, problem in todo for one in our_problems(problem, suite).values()]
+    with (
+        torch.no_grad(), cudnn_set(torch, "benchmark", True), torch_precision("fp32"), tune.untuned(settings.untuned),
+        Ahead(wanted, device) as ahead,
+    ):
         for i, (group, mode, problem) in enumerate(track(todo, lambda one: f"{one[1]} {one[2]}")):
             if settings.over(began):
                 machine["method"] += settings.cut(i, len(todo), "layers, in random order")
                 out.print(machine["method"], markup=False)
                 break
-            ours = {name: ready[as_called(one, device)] for name, one in our_problems(problem, suite).items()}
+            ours = {name: ahead.plan(as_called(one, device)) for name, one in our_problems(problem, suite).items()}
             try:
                 rows.append(measure(torch, group, mode, problem, ours, seed + i, suite == "kernelbench"))
             except (DeviceMemoryError, torch.OutOfMemoryError):
