@@ -307,7 +307,7 @@ def texts_of(file: Path) -> dict[tuple[str, int], tuple[str, str]]:
     variants = [(arch, 32) for arch in by_hand or ["sm_75"] * all_texts]
     if not any(arch.startswith("sm_90") for arch in by_hand):
         turns = [*itertools.chain(*(VARIANTS_BESIDE if by_hand else VARIANTS))]
-        variants += [*turns, *MORE_VARIANTS] if all_texts else [turns[OF_NVCC.index(file) % len(turns)]]
+        variants += [*turns, *MORE_VARIANTS] if all_texts else [turns[sum(map(ord, file.stem)) % len(turns)]]
     return {(arch, dtype): (f"#define DTYPE {dtype}\n{text}" if dtypes else text, arch) for arch, dtype in variants}
 
 

@@ -72,7 +72,7 @@ CASES = Cases(
     ],
     noted=[(case, mode, config) for case in SHAPES[:4] for mode, config in zip(KINDS, (DenseNhwc(128, 96, 3), DenseNhwc(64, 64, 2), DenseNhwc(64, 64, 2)), strict=False)]
     + [(SLICES, mode, config) for mode, config in zip(KINDS, (DenseNhwc(128, 64, 3), DenseNhwc(128, 96, 3), DenseNhwc(128, 160, 2)), strict=False)
-       if dense.refusal(asked(SLICES, mode), config) is None],
+       if dense.refusal(asked(SLICES, mode), config) is None] + [(one, "fp16 last", DenseNhwc(256, 96, 2)) for one in (SHAPES[0], SLICES)],
     not_finite=[(case, mode, DenseNhwc(64, 64, 2)) for case in (BASE, SHAPES[10]) for mode in KINDS],
     not_finite_gpu=[(case, mode, config) for case in (BASE, SHAPES[10]) for config in (DenseNhwc(64, 64, 4), DenseNhwc(64, 32, 4, 4)) for mode in KINDS],
     ranged=[(THIN, "tf32 last", DenseNhwc(64, 64, 2), RANGED[::4])],
