@@ -180,7 +180,8 @@ def _windows(problem: ConvProblem) -> tuple[PackedLayout, Phase]:
     t, r, s = problem.filter_size
     rows = problem.stride[1] if problem.dilation[1] == 1 else 1
     unused = bool(problem.padding_before[1] % rows or r % rows)
-    if problem.itemsize == 2 and unused and problem.macs < WORTH_FLAGS:
+    macs = problem.macs / max(problem.N, 1) if problem.batch_invariant else problem.macs  # rows of a window fix the order of sums
+    if problem.itemsize == 2 and unused and macs < WORTH_FLAGS:
         rows, unused = 1, False
     first, shift = divmod(-problem.padding_before[1], rows)
     pixel = ceil(rows * problem.C, 8) * 8

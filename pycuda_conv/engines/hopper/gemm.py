@@ -261,8 +261,8 @@ def filter_key(problem: ConvProblem, config: ImplicitGemm) -> Hashable:
 
 
 def sum_order(problem: ConvProblem, config: ImplicitGemm) -> Hashable:
-    """Everything that fixes the order of a sum: the splits, and who adds the parts."""
-    return config.SPLIT, config.joins(problem)
+    """Everything that fixes the order of a sum: the splits, who adds the parts, and which taps are channels."""
+    return config.SPLIT, config.joins(problem), form(problem)[0].folded
 
 
 class Rates(NamedTuple):
