@@ -296,7 +296,7 @@ class Preprocessed:
     def __call__(self, variant: str, kernels: Path) -> str:
         from pycuda_conv.runtime.base import kernel_file, source_of
 
-        language, file, *defines = variant.split(" ")
+        language, file, *defines = variant.split()
         values = {name: int(value) for name, _, value in (one.partition("=") for one in defines)}
         text, own = source_of(file, values), kernel_file(file)
         prelude = text[: len(text) - len(own.read_text())]
