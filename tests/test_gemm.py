@@ -178,12 +178,12 @@ def flags_pay_always(monkeypatch):
     packing.cache_clear()
 
 
-BEYOND = [  # (case, mode, config): windows whose rows lie beyond the filter, of 16 bits
-    (case, mode, config) for case in (
+BEYOND = [  # (case, mode, config): windows whose rows lie beyond the filter, of 16 bits; each case in two of four modes
+    (case, mode, config) for i, case in enumerate((
         fprop((3, 3, 20, 19), (10, 3, 7, 7), stride=2, padding=3), fprop((2, 3, 15, 20), (9, 3, 4, 3), stride=(3, 2), padding=(2, 1), bias=False),
-        fprop((3, 9, 14, 13), (70, 9, 3, 4), stride=2, padding=((0, 1), (1, 0))), fprop((2, 3, 4, 7, 8), (8, 3, 3, 3, 3), stride=2, padding=1))
-    for mode, config in (("fp16", ImplicitGemm(64, 64, 3)), ("fp16 last", ImplicitGemm(64, 128, 3)), ("bf16", ImplicitGemm(64, 32, 2, 2)), ("bf16 last", ImplicitGemm(128, 64, 3)))
-    if mode in MODES
+        fprop((3, 9, 14, 13), (70, 9, 3, 4), stride=2, padding=((0, 1), (1, 0))), fprop((2, 3, 4, 7, 8), (8, 3, 3, 3, 3), stride=2, padding=1)))
+    for j, (mode, config) in enumerate((("fp16", ImplicitGemm(64, 64, 3)), ("fp16 last", ImplicitGemm(64, 128, 3)), ("bf16", ImplicitGemm(64, 32, 2, 2)), ("bf16 last", ImplicitGemm(128, 64, 3))))
+    if mode in MODES and (i + j) % 2 == 0
 ]  # fmt: skip
 
 

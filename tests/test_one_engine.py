@@ -34,7 +34,7 @@ from pycuda_conv.engines.compose.delegate import parsed
 from pycuda_conv.engines.compose.via_nhwc import ViaNchw, ViaNhwc
 from pycuda_conv.engines.depthwise import toeplitz
 from pycuda_conv.engines.depthwise.toeplitz import DepthwiseToeplitz
-from pycuda_conv.engines.hopper import boxes, dense, gather, pointwise, wgrad, wgrad_form
+from pycuda_conv.engines.hopper import box_tiles, dense, gather, pointwise, wgrad, wgrad_form
 from pycuda_conv.engines.hopper.dense import DenseNhwc
 from pycuda_conv.engines.hopper.gemm import ImplicitGemm
 from pycuda_conv.engines.hopper.pointwise import Pointwise
@@ -234,7 +234,7 @@ def test_toeplitz_blocks_fit_in_the_shared_memory_of_smaller_gpus():
 
 @given(st.tuples(*[st.integers(1, 90)] * 3), st.integers(1, 70), st.sampled_from((64, 128, 256)))
 def test_boxes_cover_a_result(size, images, most):
-    box = boxes.best_box(size, images, most)
+    box = box_tiles.best_box(size, images, most)
     lengths = *size[::-1], images
     assert math.prod(box.size) <= most
     assert all((count - 1) * own < length <= count * own for own, count, length in zip(box.size, box.counts, lengths, strict=True))
@@ -243,7 +243,7 @@ def test_boxes_cover_a_result(size, images, most):
 @pytest.mark.parametrize("most", [64, 128])
 def test_boxes_of_common_images_are_nearly_full(most):
     for n, images in product((7, 8, 14, 16, 20, 28, 32, 40, 56, 64, 80, 112, 128), (1, 2, 8, 32)):
-        assert boxes.best_box((1, n, n), images, most).tiles <= 1.16 * math.ceil(images * n * n / most), (n, images)
+        assert box_tiles.best_box((1, n, n), images, most).tiles <= 1.16 * math.ceil(images * n * n / most), (n, images)
 
 
 # ---- hopper/wgrad.cu

@@ -35,7 +35,7 @@ LISTS = {
         "CLUSTER": {0, 8},
     },
     "hopper_dense": {
-        "BLOCK_M": {64, 128}, "BLOCK_N": {32, 64, 96, 128, 160, 192, 256}, "STAGES": set(range(2, 13)), "TYPE": {16, 17, 32}, "W_MN_MAJOR": FLAG,
+        "BLOCK_M": {64, 128, 256}, "BLOCK_N": {32, 64, 96, 128, 160, 192, 256}, "STAGES": set(range(2, 13)), "TYPE": {16, 17, 32}, "W_MN_MAJOR": FLAG,
         "CLUSTER": {1, 2, 4, 8}, "PHASES": {1, 4},
     },
     "hopper_gather": {

@@ -154,7 +154,7 @@ def test_limits_of_arithmetic_beside_torch():
 
 
 def test_all_kernels_are_compiled_before_the_first_case(monkeypatch):
-    """Together, so that every core has work; and on OpenCL they are few: a minute has room for 30 on two cores."""
+    """Together, so that every core has work; and on OpenCL they are few: a minute has room for 35 on two cores."""
     device, asked = device_of("opencl"), []
     monkeypatch.setattr(type(device), "compiled", lambda self, step: False)
     monkeypatch.setattr(plans, "_on_opencl", lambda missing: asked.extend(missing) or [])
@@ -163,7 +163,7 @@ def test_all_kernels_are_compiled_before_the_first_case(monkeypatch):
     sources = [launch.source() for launch in asked]
     made = [*(Plan(case.problem, device) for case in verify.select(None)), *(Plan(case.problem, device, config=case.config) for case in cases)]
     assert {launch.source() for plan in made for launch in background.launches(plan.loaded)} == set(sources)
-    assert len(sources) == len(set(sources)) <= 31
+    assert len(sources) == len(set(sources)) <= 35
 
 
 def test_the_table_of_errors_is_made_of_the_report():

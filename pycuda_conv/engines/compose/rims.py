@@ -58,12 +58,12 @@ def schedule(problem: ConvProblem, config: Rims, device: Device, with_moments: b
 def _rims_us(problem: ConvProblem, delegate: object, device: Device) -> float:
     """Microseconds of the launch for the rims."""
     if problem.layout in rims.OF_FILTER:
-        return COST.BEGIN + spread(COST.OF_FILTER * rims.summands_of_filter(problem), device.multiprocessors)
+        return COST.OF_FILTER_BEGIN + spread(COST.OF_FILTER[problem.layout] * rims.summands_of_filter(problem), device.multiprocessors)
     taps, read = math.prod(problem.filter_size), problem.operand_channels // problem.groups
     if rims.on_tensor_cores(problem, device):
         met = math.sqrt(taps) if problem.direction == "dgrad" else taps
         waves = max(rims.product_blocks(problem) / (2 * device.multiprocessors), 1.0)
-        return COST.BEGIN + COST.STEP * waves * met * ceil(read * problem.itemsize, 128)
+        return COST.BEGIN + COST.STEP[problem.layout] * waves * met * ceil(read * problem.itemsize, 128)
     elements = rims.results(problem) * problem.N * problem.result_channels
     each, lines = COST.ELEMENT[problem.layout], COST.LINE * rims.columns(problem) if problem.layout == "NCHW" else 0.0
     return COST.BEGIN + lines + spread(elements * (each + COST.PRODUCT * taps * read), device.multiprocessors)

@@ -7,7 +7,7 @@ import math
 from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing
 from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import Phase, by_axis, row_major
-from pycuda_conv.engines.hopper.boxes import Box
+from pycuda_conv.engines.hopper.box_tiles import Box
 from pycuda_conv.problem import ConvProblem, Size3
 from pycuda_conv.runtime.base import Device, Im2col, TensorMap
 

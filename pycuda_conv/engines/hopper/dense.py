@@ -19,7 +19,7 @@ from pycuda_conv.engines.addressing import MOST_PIXELS, PackedLayout, PhaseAddre
 from pycuda_conv.engines.base import Config, ConvProblem, VariantSet, kernel_struct
 from pycuda_conv.engines.costs import costs, together
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, count_phases, filter_strides, first_phases, repeats, too_many_phases
-from pycuda_conv.engines.hopper.boxes import Box, best_box
+from pycuda_conv.engines.hopper.box_tiles import Box, best_box
 from pycuda_conv.engines.hopper.common import (
     CLOCK,
     ROW,
