@@ -124,7 +124,8 @@ def norm(one: norms.Norm) -> bool:
         good &= with_buffers(launch, (x, of_channels, of_channels, None if one.in_rows else added), (x.copy(), stats.copy()), workspace)
     if norms.gradient_fits(one):
         launch, workspace = norms.compiled(one, device, "", True)
-        good &= with_buffers(launch, (x, x, stats, of_channels, of_channels), (x.copy(), of_channels.copy(), of_channels.copy()), workspace)
+        inputs = x, x, stats, of_channels, of_channels, x if norms.adds_more(one) else None
+        good &= with_buffers(launch, inputs, (x.copy(), of_channels.copy(), of_channels.copy()), workspace)
     return good
 
 

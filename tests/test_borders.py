@@ -492,3 +492,18 @@ def test_gradients_of_depthwise_layers_add_the_border(device, seed):
         plan = Plan(problem, device, config=config)
         assert config is None or form in plan.explain()
         np.testing.assert_array_equal(plan(dy, w).astype(np.float64), expected)
+
+
+@pytest.mark.parametrize("groups", [1, 16])
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+def test_gradients_of_16_bits_are_rounded_once(device, layout, groups):
+    """What zeros around the image leave of a pixel and what the border adds to it may cancel: either rounded first, their sum is off by many times its own rounding."""
+    rng, shape, w_shape = np.random.default_rng(16), (3, 16, 9, 10), (16, 16 // groups, 3, 3)
+    given = {"padding": 1, "padding_mode": "reflect", "groups": groups}
+    problem = ConvProblem.gradient("input", 2, shape, w_shape, shape, dtype="float16", layout=layout, **given)
+    w, dy = (rng.standard_normal(size).astype("float16") for size in (w_shape, shape))
+    got = Plan(problem, device, config=bordered(problem, True, device))(dy, w).astype(np.float64)
+    drawn = Drawn(0)
+    drawn.ndim, drawn.pads, drawn.modes, drawn.value, drawn.options = 2, ((1, 1),) * 2, (("reflect",) * 2,) * 2, 0.0, {"groups": groups}
+    exact, _ = drawn.by_torch(np.zeros(shape), w.astype(np.float64), dy.astype(np.float64))
+    assert (abs(got - exact) <= 2.0**-11 * abs(exact) + 2e-6 * abs(exact).max()).all()

@@ -187,3 +187,11 @@ def test_verdicts_are_green_and_red_where_colours_are_wanted(monkeypatch, width)
     text = printed(show, width, monkeypatch, colours=True)[0]
     for word, colour in (("pass", 32), ("FAIL", 31), ("ok", 32), ("no memory", 31)):
         assert re.search(rf"\x1b\[(1;)?{colour}m *{word}\x1b\[0m", text), (word, text)
+
+
+def test_filters_of_images_are_wrong_beyond_rounding():
+    """Of whole numbers one unit is rounding, where the exact value lies close to a half; of others it is far off."""
+    device = "gaussian_filter(4096x4096 {}, sigma=1), device"
+    assert not picture_bench.Row(device.format("uint8"), error=1.0).wrong and picture_bench.Row(device.format("uint8"), error=2.0).wrong
+    assert picture_bench.Row(device.format("float32"), error=1e-5).wrong and not picture_bench.Row(device.format("float32"), error=2e-7).wrong
+    assert picture_bench.Row("sobel(4096x4096 uint8, output=float32), device", error=1.0).wrong and not picture_bench.Row(device.format("float32")).wrong

@@ -1,7 +1,8 @@
 // rims.cu: the results of a convolution that a border of the image's own pixels changes, where an earlier launch has computed all with zeros around the image.
 //
 //   forward   y[n, k, j] = epilogue(sum over taps and channels of x[n, c, pixel that stands there] * w[k, c, tap]), once more
-//   GRADIENT  y[n, c, i] += sum over the places outside that show pixel i, and over the taps by which they meet a pixel j of x, of w[k, c, tap] * x[n, k, j]
+//   ADDS      y[n, c, i] += sum over the places outside that show pixel i, and over the taps by which they meet a pixel j of x, of w[k, c, tap] * x[n, k, j]
+//   ANEW      y[n, c, i] = that sum over all places that show pixel i, its own among them, once more
 //
 // So only few rows and columns are touched. Borders go on no further than to the image's other end.
 //
@@ -80,7 +81,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 2) void border_rims(
   EACH_TAP(a, of_d, t_, t, d_, d)
   EACH_TAP(b, of_h, r_, r, h_, h)
   EACH_TAP(c, of_w, s_, s, w_, w)
-  if (!GRADIENT || (a | b | c)) {
+  if (GRADIENT != ADDS || (a | b | c)) {
     const index_t place = ((d_ * (index_t)arg.x_h + h_) * (index_t)arg.x_w + w_) * (index_t)arg.x_pixel;
     const index_t tap = ((t_ * (index_t)arg.r + r_) * (index_t)arg.s + s_) * (index_t)arg.w_tap;
     for (int k = 0; k < (int)arg.read; ++k) {
@@ -102,7 +103,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 2) void border_rims(
   for (int i = 0; i < ITEMS; ++i)
     if (i < some) {
       acc_t v[VECTOR];
-      if (GRADIENT) {
+      if (GRADIENT == ADDS) {
         LOAD_CHANNELS(v, y, to[i])
 #pragma unroll
         for (int j = 0; j < VECTOR; ++j) v[j] += sum[i][j];

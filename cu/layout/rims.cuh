@@ -4,8 +4,8 @@
 // alone, of h alone, of both, and so on. y is what is written, x what is read, made of `made` and `read` channels a group.
 //
 // Forward   y's pixel j meets by tap i what stands at place j * stride - pad + i * dilation of x, which may lie outside: near_pixel of core/near_border.cuh.
-// GRADIENT  y is the image's gradient: x's pixel j, a result's gradient, meets by tap i place j * stride + i * dilation of the image with its border. Besides
-//           its own place a pixel has those of the border that show it.
+// GRADIENT  ADDS or ANEW: y is the image's gradient: x's pixel j, a result's gradient, meets by tap i place j * stride + i * dilation of the image with its border. Besides
+//           its own place a pixel has those of the border that show it. Numbers of 16 bits are summed ANEW: two that were rounded may cancel.
 #pragma once
 #include "core/division.cuh"
 #include "core/near_border.cuh"
@@ -13,6 +13,8 @@
 #ifndef GRADIENT
 #define GRADIENT 0
 #endif
+#define ADDS 1
+#define ANEW 2
 
 // by_n is the divisor n, prepared (core/division.cuh).
 typedef struct RimsArguments {

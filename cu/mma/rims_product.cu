@@ -1,7 +1,8 @@
 // rims_product.cu: the results of a convolution that a border changes, as layout/rims.cu computes them, for many channels on the tensor cores.
 //
 //   forward   y[result, k] = epilogue(sum over taps and c of x[pixel, c] * w[k, c, tap]), once more
-//   GRADIENT  y[result, c] += sum over the places outside that show it, the taps and k of x[pixel, k] * w[k, c, tap]
+//   ADDS      y[result, c] += sum over the places outside that show it, the taps and k of x[pixel, k] * w[k, c, tap]
+//   ANEW      y[result, c] = that sum over all places that show it, once more
 //   gemm m: result of the rims of all images | gemm n: channel of y in its group | gemm k: (place, tap, channel of x)
 //
 // Mapping  block -> 64 results x 64 channels. Results come region by region; in a region by their place in the rims, then by image, so that those of a
@@ -71,7 +72,7 @@ static __device__ __noinline__ float recompute_fp32(const RimsArguments& arg, co
   EACH_TAP(a, rim.of_d, t_, t, d_, d)
   EACH_TAP(b, rim.of_h, r_, r, h_, h)
   EACH_TAP(c, rim.of_w, s_, s, w_, w)
-  if (!GRADIENT || (a | b | c)) {
+  if (GRADIENT != ADDS || (a | b | c)) {
     const data_t* from = x + ((d_ * (int)arg.x_h + h_) * (int)arg.x_w + w_) * arg.x_pixel;
     const data_t* by = w + ((t_ * (int)arg.r + r_) * (int)arg.s + s_) * arg.w_tap;
     for (int k = 0; k < (int)arg.read; ++k) sum = fmaf(from[k * arg.x_channel], by[k * arg.w_read], sum);
@@ -239,7 +240,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
       const int line = place / places_w, c = place - line * places_w, a = line / places_h, b = line - a * places_h;
       const int tap_line = tap / taps_s, t = tap_line / taps_r;
       const int d = MET(rim.of_d, a, t, d), h = MET(rim.of_h, b, tap_line - t * taps_r, h), v = MET(rim.of_w, c, tap - tap_line * taps_s, w);
-      const bool there = (!GRADIENT || place > 0) && (d | h | v) >= 0 && own_row < all;
+      const bool there = (GRADIENT != ADDS || place > 0) && (d | h | v) >= 0 && own_row < all;
       met[slot][own] = there ? (d * (int)arg.x_h + h) * (int)arg.x_w + v : -1;
       if (there) some[slot] = 1;
     }
@@ -289,7 +290,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             v[0] = recompute_fp32(arg, x + at.image * arg.x_image + first_read * arg.x_channel, w + of_group + channel * arg.w_made, at);
 #endif
           const long long element = to + k * arg.y_channel;
-          if (GRADIENT) {
+          if (GRADIENT == ADDS) {
             v[0] += to_float(y[element]);
           } else {
             const Finish<false> finish{ScaleAndBias(arg, scale, bias, k)};

@@ -1,7 +1,7 @@
 """Convolutions with a border of the image's own pixels, by another engine as if there were zeros, and a launch for the results at the rims.
 
 ``cu/layout/rims.cu`` and ``cu/mma/rims_product.cu`` compute the few rows and columns of a result that the border changes again. To those
-of a gradient by the input they add what the border shows. So no array of the wider image is written.
+of a gradient by the input they add what the border shows, or in 16 bits they sum them anew. So no array of the wider image is written.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _rims_us(problem: ConvProblem, delegate: object, device: Device) -> float:
         return COST.OF_FILTER_BEGIN + spread(COST.OF_FILTER[problem.layout] * rims.summands_of_filter(problem), device.multiprocessors)
     taps, read = math.prod(problem.filter_size), problem.operand_channels // problem.groups
     if rims.on_tensor_cores(problem, device):
-        met = math.sqrt(taps) if problem.direction == "dgrad" else taps
+        met = math.sqrt(taps) if rims.adds(problem) else taps
         waves = max(rims.product_blocks(problem) / (2 * device.multiprocessors), 1.0)
         return COST.BEGIN + COST.STEP[problem.layout] * waves * met * ceil(read * problem.itemsize, 128)
     elements = rims.results(problem) * problem.N * problem.result_channels

@@ -14,7 +14,7 @@ from pycuda_conv import borders
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_last_strides, filter_strides, near_sides, needs_64_bits
 from pycuda_conv.engines.schedule import INPUT, OPERANDS, RESULT, WEIGHT, grid_refusal
 from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.tensor_cores import ELEMENTS, is_multiplied, products
+from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, FLOAT, HALF, is_multiplied, products
 from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
@@ -23,6 +23,7 @@ THREADS = 256
 VECTORS = {"float16": 8, "bfloat16": 8, "float32": 4, "float64": 1}  # neighbouring channels of a thread where each is a group
 LEAST_CHANNELS = 16  # of a group, from which on tensor cores multiply
 RESULTS, CHANNELS = 64, 64  # of a block on tensor cores
+FORWARD, ADDS, ANEW = 0, 1, 2  # rims.cuh
 
 #: Products of channels of a group by whose filter a gradient is asked for.
 MOST_PRODUCTS = 16
@@ -87,6 +88,15 @@ def results(problem: ConvProblem) -> int:
     return math.prod(problem.result_size) - plain
 
 
+def adds(problem: ConvProblem) -> bool:
+    """Whether the launch adds to what there is. Numbers of 16 bits are summed anew: two that were rounded may cancel."""
+    return problem.direction == "dgrad" and problem.itemsize > 2
+
+
+def _gradient(problem: ConvProblem) -> int:
+    return FORWARD if problem.direction == "fprop" else ADDS if adds(problem) else ANEW
+
+
 def columns(problem: ConvProblem) -> int:
     """Results of an image in rims along w alone: in planes each lies in a line of memory of its own."""
     *others, (w, of_w) = zip(problem.result_size, runs(problem), strict=True)
@@ -129,8 +139,7 @@ def launch(problem: ConvProblem, device: Device, filter_last: bool = False) -> K
         w_made, w_read, w_tap = filter_last_strides(problem)
     made, read = problem.result_channels // problem.groups, problem.operand_channels // problem.groups
     before, after = problem.border_sizes
-    gradient = int(problem.direction == "dgrad")
-    shift = [n - gradient * own for n, own in zip(problem.padding_before, before, strict=True)]
+    shift = [n - own if problem.direction == "dgrad" else n for n, own in zip(problem.padding_before, before, strict=True)]
     parts = [[*axis, (n, 0), (n, 0)][:2] for n, axis in zip(problem.result_size, runs(problem), strict=True)]
     rim = [sum(count for _, count in axis) for axis in parts]
     args = arguments(
@@ -144,11 +153,11 @@ def launch(problem: ConvProblem, device: Device, filter_last: bool = False) -> K
     if on_tensor_cores(problem, device):
         blocks = product_blocks(problem)
         wide = problem.layout == "NHWC" and read * problem.itemsize % 16 == 0
-        texts = {"TYPE": ELEMENTS[problem.dtype], "PRODUCTS": products(problem), "WIDE_LOADS": int(wide), "GRADIENT": gradient}
+        texts = {"TYPE": ELEMENTS[problem.dtype], "PRODUCTS": products(problem), "WIDE_LOADS": int(wide), "GRADIENT": _gradient(problem)}
         return KernelLaunch("rims_product", texts, blocks, THREADS, OPERANDS, (), arguments=args)
     defines = {
         "DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(needs_64_bits(problem)), "THREADS": THREADS,
-        "NHWC": int(problem.layout == "NHWC"), "VECTOR": _vector(problem), "GRADIENT": gradient,
+        "NHWC": int(problem.layout == "NHWC"), "VECTOR": _vector(problem), "GRADIENT": _gradient(problem),
     }  # fmt: skip
     return KernelLaunch("border_rims", defines, ceil(size, THREADS), THREADS, OPERANDS, (), "rims", arguments=args)
 
@@ -177,12 +186,14 @@ def _of_filter(problem: ConvProblem, filter_last: bool) -> KernelLaunch:
 def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each type, layout and direction."""
     for dtype, vector in VECTORS.items():
-        choices = {"DTYPE": (DTYPE_CODES[dtype],), "INDEX_64": FLAG, "THREADS": (THREADS,), "GRADIENT": FLAG}
+        gradient = FORWARD, ANEW if ELEMENTS.get(dtype) in (HALF, BFLOAT) else ADDS
+        choices = {"DTYPE": (DTYPE_CODES[dtype],), "INDEX_64": FLAG, "THREADS": (THREADS,), "GRADIENT": gradient}
         yield VariantSet("rims", choices | {"NHWC": (1,), "VECTOR": (1, vector)[: 1 + (vector > 1)]})
         yield VariantSet("rims", choices | {"NHWC": (0,), "VECTOR": (1,)})
     for lanes, threads in OF_FILTER.values():
         choices = {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "THREADS": (threads,), "LANES": (lanes,)}
         yield VariantSet("rims_filter", choices)
     if device.backend == "cuda" and device.capability >= (8, 0):
-        choices = {"TYPE": (16, 17, 32), "PRODUCTS": (1, 3), "WIDE_LOADS": FLAG, "GRADIENT": FLAG}
-        yield VariantSet("rims_product", choices, is_multiplied)
+        choices = {"PRODUCTS": (1, 3), "WIDE_LOADS": FLAG}
+        yield VariantSet("rims_product", choices | {"TYPE": (HALF, BFLOAT), "GRADIENT": (FORWARD, ANEW)}, is_multiplied)
+        yield VariantSet("rims_product", choices | {"TYPE": (FLOAT,), "GRADIENT": (FORWARD, ADDS)}, is_multiplied)
