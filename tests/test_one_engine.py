@@ -533,3 +533,12 @@ def test_the_order_of_sums_is_the_inner_engine_s():
     one, other, cut = (ViaNhwc(f"WgradNhwc(BLOCK_M={rows}, SPLIT={split})") for rows, split in ((64, 1), (128, 1), (128, 2)))
     assert vn.sum_order(problem, one) == vn.sum_order(problem, other) != vn.sum_order(problem, cut)
     assert vn.filter_key(problem, one) is None
+
+
+def test_a_configuration_of_other_devices_is_refused_by_name(opencl):
+    """An engine may run everywhere, and one of its configurations on GPUs alone: it would fail to compile."""
+    given = {"padding": 1, "groups": 16, "layout": "NHWC"}
+    problem = ConvProblem.gradient("weight", 2, (2, 16, 12, 12), (16, 1, 3, 3), (2, 16, 12, 12), **given)
+    with pytest.raises(ValueError, match=r"DepthwiseRing.*compute capability 8\.0 or more"):
+        Plan(problem, opencl, config=engines.DepthwiseRing())
+    assert engines.refusal(problem, engines.DepthwiseRing(), Target("sm_80")) is None

@@ -39,6 +39,8 @@ class Config:
     FORMER: ClassVar[Mapping[str, str]] = {}
     #: Whether images are packed before the product, unless they lie as it needs them.
     packs_images: ClassVar[bool] = False
+    #: Devices that run it, if these are fewer than its engine's.
+    RUNS_ON: ClassVar[Any] = None
 
     def __init_subclass__(cls) -> None:
         CLASSES[cls.__name__] = cls
@@ -178,9 +180,9 @@ class Engine(Protocol):
 # ---- what an engine need not say
 
 
-def _unsupported(engine: Any, device: Device) -> str | None:
-    """What its declaration RUNS_ON says; None without one: then its kernels run on every device."""
-    runs_on = getattr(engine, "RUNS_ON", None)
+def unsupported_by(declared: Any, device: Device) -> str | None:
+    """What the declaration RUNS_ON of an engine or a configuration says; None without one: then it runs on every device."""
+    runs_on = getattr(declared, "RUNS_ON", None)
     return None if runs_on is None else runs_on.why_not(device)
 
 
@@ -217,7 +219,7 @@ def _sum_order(engine: Any, problem: ConvProblem, config: Any) -> Hashable:
 
 #: What :func:`complete` gives to a module: functions get the module before their arguments.
 DEFAULTS: Mapping[str, Any] = {
-    "TENSOR_CORES": False, "PRECEDENCE": 0, "unsupported": _unsupported, "why_not": _why_not, "refusal": _refusal, "choose": _choose,
+    "TENSOR_CORES": False, "PRECEDENCE": 0, "unsupported": unsupported_by, "why_not": _why_not, "refusal": _refusal, "choose": _choose,
     "sum_order": _sum_order, "filter_key": lambda engine, *asked: None, "adapts": lambda engine, *asked: False,
     "upsamples": lambda engine, *asked: False, "adds_border": lambda engine, *asked: False, "border_time": lambda engine, *asked: 0.0,
     "worthwhile": lambda engine, *asked: True,

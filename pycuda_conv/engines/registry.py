@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from pycuda_conv.engines import calibration, packing, split_sum
-from pycuda_conv.engines.base import BY_RULE, GONE, Config, Engine, GoneError, fastest
+from pycuda_conv.engines.base import BY_RULE, GONE, Config, Engine, GoneError, fastest, unsupported_by
 from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import near_sides
 from pycuda_conv.engines.hopper.common import MEMORY
@@ -90,7 +90,7 @@ def refusal(problem: ConvProblem, config: Config, device: Device) -> str | None:
         return f"it takes arrays in the layouts {', '.join(engine.LAYOUTS)}, not in {layout}"
     if problem.adapted and not adapts(engine, problem.launched):
         return "it takes no upsampled images" if problem.upsampled else "it takes no borders but zeros, and no integers"
-    return engine.unsupported(device) or engine.refusal(problem.launched, config)
+    return engine.unsupported(device) or unsupported_by(config, device) or engine.refusal(problem.launched, config)
 
 
 def adapts(engine: Engine, launched: ConvProblem) -> bool:

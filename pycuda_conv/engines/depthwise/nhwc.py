@@ -8,7 +8,7 @@ from functools import partial
 from typing import NamedTuple
 
 from pycuda_conv.engines import split_sum
-from pycuda_conv.engines.base import BY_RULE, FLAG, Config, Device, VariantSet, costs
+from pycuda_conv.engines.base import BY_RULE, FLAG, Config, Device, VariantSet, costs, unsupported_by
 from pycuda_conv.engines.costs import spread
 from pycuda_conv.engines.depthwise.nhwc_launch import (
     COLUMNS,
@@ -191,7 +191,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[Config]:
         return 0.0 if us is None else us  # without a model they keep their order
 
     if of_filter(problem):
-        rings = best(_rings(problem), 3) if device.backend == "cuda" and device.capability >= (8, 0) else []
+        rings = best(_rings(problem), 3) if unsupported_by(DepthwiseRing, device) is None else []
         yield from sorted([*best(_gradients(problem, device), 1 if rings else 3), *rings], key=expected)
     else:
         strips = best(_strips(problem), 2) if device.backend == "cuda" else []

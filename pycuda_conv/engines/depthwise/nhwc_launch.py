@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from pycuda_conv.engines import split_sum
 from pycuda_conv.engines.base import Config, Device, KernelLaunch, kernel_struct
 from pycuda_conv.engines.geometry import accumulator_bytes, arguments, border_numbers, ceil, needs_64_bits
+from pycuda_conv.engines.limits import AMPERE, Devices
 from pycuda_conv.engines.schedule import INPUT, OPERANDS, RESULT, WEIGHT, WORKSPACE, Schedule, finish_constants
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 
@@ -48,6 +49,8 @@ class DepthwiseRing(Config):
 
     ROWS: int = 14
     PARTS: int = 1
+
+    RUNS_ON: ClassVar[Devices] = AMPERE
 
 
 DepthwiseArguments = kernel_struct("depthwise_nhwc", "DepthwiseArguments")
