@@ -41,10 +41,11 @@ def tiles(case, mode):
 
 EVERY = [(case, mode, config) for case in (*SHAPES, *AWKWARD) for mode in KINDS for config in tiles(case, mode)[: None if case in SHAPES else 1]]
 THIRD = [case for case in dict.fromkeys(case for case, *_ in EVERY) if case not in SHAPES][::3]
-#: The widest tiles; filters that the launch turns, in its last warps.
+TURNED = SHAPES[11], "tf32 last", DenseNhwc(64, 32, 4, 8)  # a filter that the launch turns, in its last warps
+#: The widest tiles; filters that are turned.
 MORE = [
     (SHAPES[0], KINDS[-1], DenseNhwc(128, 192, 2)), (SHAPES[1], "fp16 last", DenseNhwc(128, 160, 3)), (SHAPES[0], "fp16 last", DenseNhwc(64, 96, 3, 4)),
-    (SHAPES[9], "tf32 last", DenseNhwc(64, 32, 3)), (SHAPES[11], "tf32 last", DenseNhwc(64, 32, 4, 8)),
+    (SHAPES[9], "tf32 last", DenseNhwc(64, 32, 3)), TURNED,
     (SHAPES[0], "fp16 last", DenseNhwc(256, 96, 2)),
 ]  # fmt: skip
 LARGE = fprop((9, 192, 28, 28), (256, 192, 3, 3), padding=1)
@@ -89,7 +90,7 @@ CASES = Cases(
             ("wgmma_wait<behind>();", "wgmma_wait<behind + 1>();"), ("  wgmma_wait<0>();\n", "\n"), ("apart / 16 + A::STEP * k,", "apart / 16 + A::STEP * (k ^ 1),"),
             ("x_s = TAP_OFFSET(s, w);", "x_s = TAP_OFFSET(r, w);"), ("min(16, (int)shape.pixels - pixel)", "16"),
         ], seeds=(1, 2, 3)),
-        Broken(MORE[-1], [("fence_for_bulk();\n      __syncwarp();", "fence_for_bulk();")]),
+        Broken(TURNED, [("fence_for_bulk();\n      __syncwarp();", "fence_for_bulk();")]),
         Broken((BASE, "fp16 last", DenseNhwc(64, 32, 3)), [("if (places.there[half] && places.real(shape, base)) store_word", "if (places.real(shape, base)) store_word")], seeds=(1, 2, 3)),
     ],
     refused=[
