@@ -25,7 +25,7 @@ from pycuda_conv import background
 from pycuda_conv.runtime.base import KERNEL_DIR, Im2col, KernelLaunch, TensorMap
 from simt.memory import RESULT as RESULT
 from simt.memory import WORKSPACE as WORKSPACE
-from simt.memory import Memory, check_map, result_type, type_of
+from simt.memory import Memory, check_divisors, check_map, result_type, type_of
 from simt.ptx import translated
 
 HERE = Path(__file__).resolve().parent
@@ -169,6 +169,7 @@ INCLUDE = re.compile(r'^#include "([\w/]+\.cuh)"$', re.M)
 
 
 def launch(step: KernelLaunch, kernel: int, memory: Any, addresses: Sequence[int], seed: int) -> None:
+    check_divisors(step)
     for described in step.maps:
         check_map(described, memory)
     maps = [map_of(one, addresses[one.buffer]) for one in step.maps]

@@ -59,7 +59,7 @@ def _args(
     outside = rim[0] * size[1] * size[2] + (size[0] - rim[0]) * of_slice
     if rims:
         written = outer * outside * inner
-    numbers |= {"rims": outside if rims else 0, "by_rims": divider(outside), "by_of_slice": divider(of_slice), "by_w": divider(size[2])}
+    numbers |= {"rims": outside if rims else 0, "by_of_slice": divider(of_slice), "by_w": divider(size[2])}
     numbers |= {"by_rim_w": divider(rim[2]), **by_axis("rim_", rim), **by_axis("box_", [first for first, _ in boxes])}
     numbers |= by_axis("inside_", [inside for _, inside in boxes])
     numbers |= {"near": int(near), "whole": int(inner % EACH[dtype] == 0 and not others["type"])} | _OF_OTHERS | others
