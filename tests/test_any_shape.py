@@ -123,22 +123,6 @@ def test_the_text_of_a_tile_does_not_depend_on_sizes(c, k, taps, options, layout
     assert len(found) <= most and len(split) <= most + 1  # and the launch that adds parts
 
 
-def test_a_pointwise_layer_has_a_text_for_planes_of_whole_vectors_and_one_for_others():
-    found = set()
-    for n, size in sizes(20):
-        found |= texts(ConvProblem.forward(2, (n, 64, *size), (64, 64, 1, 1)), Gemm(64, 64, 16, 8, 4, 4))
-    assert len(found) == 2
-
-
-@pytest.mark.parametrize("taps", [(3, 3), (5, 5), (7, 7), (9, 9), (1, 3)], ids=str)
-def test_depthwise_layers_share_the_texts_of_few_tiles(taps):
-    found = set()
-    for n, size in sizes(60):
-        problem = ConvProblem.forward(2, (n, 32, *size), (32, 1, *taps), groups=32, padding=tuple(t // 2 for t in taps))
-        found |= texts(problem, direct.choose(problem, GPU)[1])
-    assert len(found) <= len(tiles_of(GPU))
-
-
 LAYERS_OF_ALL_KINDS = [
     (1, 6, 9, (5,), {"padding": 2}), (2, 6, 9, (3, 3), {"padding": 1}), (2, 8, 24, (3, 5), {"groups": 4, "stride": 2}), (3, 3, 8, (2, 3, 3), {"padding": 1}),
     (2, 32, 32, (5, 5), {"groups": 32, "padding": 2}), (2, 16, 32, (3, 3), {"groups": 16, "dilation": 2}),

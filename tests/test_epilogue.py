@@ -34,7 +34,6 @@ import pycuda_conv as pc
 from pycuda_conv import ConvArgumentError, ConvProblem, Plan, engines, tune
 from pycuda_conv.engines.direct.direct import Batched, Dgrad, Single, Tile
 from pycuda_conv.engines.direct.gemm import Gemm
-from pycuda_conv.engines.hopper import gemm as ig
 from pycuda_conv.engines.hopper.gemm import ImplicitGemm
 from pycuda_conv.engines.hopper.pointwise import Pointwise
 from pycuda_conv.engines.mma.gemm import ImplicitGemm80
@@ -413,14 +412,6 @@ def test_a_choice_serves_the_problem_with_and_without_an_epilogue(monkeypatch, t
 
 
 # ---- the tensor cores' planning; what they compute is in tests/cases
-
-
-def test_wide_tiles_leave_room_for_a_residual():
-    problem = asked(BASE, "fp32")
-    assert ig.refusal(problem, ImplicitGemm(128, 136, 2)) is None
-    assert "up to 128" in ig.refusal(finishing(problem, "residual"), ImplicitGemm(128, 136, 2))
-    assert ig.refusal(finishing(problem, "residual"), ImplicitGemm(128, 136, 2, 2)) is None  # added where the parts are
-    assert ig.refusal(finishing(problem, "scale and relu"), ImplicitGemm(128, 136, 2)) is None
 
 
 def test_programs_say_whether_they_write_twice():

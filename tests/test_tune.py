@@ -180,11 +180,6 @@ def test_older_tables_are_read_and_what_they_lack_has_defaults(config, now):
     assert tune._parsed(tune._text(read)) == read
 
 
-def test_every_field_of_a_configuration_has_a_default():
-    for cls in engines.config_classes().values():
-        assert tune._parsed(entry(config=f'{{"{cls.__name__}": {{}}}}')) == {(GPU, "p"): Choice(cls(), 1.5)}
-
-
 @pytest.mark.parametrize("obstacle", ["the folder is a file", "the table is a folder", "no locks"])
 def test_what_cannot_be_written_is_kept_in_memory_with_a_warning(folder, monkeypatch, obstacle):
     cache = folder / "cache"
@@ -370,15 +365,6 @@ def test_plans_and_calls_follow_the_table_and_a_given_configuration_comes_first(
     for plan in (model, tuned, given):
         assert np.array_equal(plan(*arrays), CASE.reference(*arrays))
     assert np.array_equal(pc.conv2d(*arrays, padding=1, device="opencl"), CASE.reference(*arrays))
-
-
-def test_a_lookup_reads_the_file_once(folder, monkeypatch):
-    write(folder / "cache" / "tuned.json", {(GPU, tune.key(PROBLEM)): Choice(ODD, 2)})
-    read, calls = Table.read, []
-    monkeypatch.setattr(Table, "read", lambda self: calls.append(self.path) or read(self))
-    for _ in range(5):
-        assert tune.lookup(PROBLEM, fake())
-    assert calls == [folder / "cache" / "tuned.json"]
 
 
 # ---- measuring
@@ -570,11 +556,6 @@ def test_on_a_gpu_the_models_are_quoted_and_the_launches_measured():
     for line, step in zip(lines[head + 1 :], steps, strict=True):
         assert line.split() == [step.kernel, shown_file(step.file or step.kernel), f"{step.grid:,}", str(step.block), "168", "0", "200,000", "19%"]
     assert max(map(len, lines)) <= 140
-
-
-def test_without_a_model_the_others_predictions_are_quoted():
-    text = explain.explain(imagined(ConvProblem.forward(2, (1, 1, 20, 20), (1, 1, 3, 9))), False)
-    assert re.search(r"because +a rule of the direct engine's, without a prediction; the models say .* us for the best Gemm", text)
 
 
 def test_a_tuned_plan_shows_both_times():
