@@ -239,14 +239,6 @@ def test_an_interrupted_write_leaves_the_old_table_alone(folder, monkeypatch):
     assert table.path.read_bytes() == before and not list(folder.glob(".tuned-*"))
 
 
-def test_a_link_to_a_table_stays_one(folder):
-    write(folder / "real.json", {})
-    (folder / "link.json").symlink_to(folder / "real.json")
-    Table(folder / "link.json", shared=False).add(GPU, "p", Choice(ODD, 1))
-    assert (folder / "link.json").is_symlink() and Table(folder / "real.json").get(GPU, "p") == Choice(ODD, 1)
-    assert sorted(p.name for p in folder.iterdir()) == ["link.json", "real.json"]  # nobody else writes: no lock
-
-
 def test_processes_that_add_at_the_same_time_keep_each_other_s_choices(python_env, folder):
     code = """
 import sys
@@ -424,12 +416,6 @@ def test_a_problem_for_which_there_is_no_room_stays_untuned(monkeypatch):
         assert tune.tuned(PROBLEM, fake()) is None
 
 
-def test_a_problem_without_work_is_not_measured(measured):
-    for shape in ((0, 3, 6, 7), (2, 0, 6, 7)):
-        assert tune.tuned(ConvProblem.forward(2, shape, (5, shape[1], 3, 2)), fake()) is None
-    assert not measured
-
-
 def test_on_opencl_nothing_is_measured(measured, folder, opencl):
     arrays = CASE.integers("float32")
     plan = Plan(PROBLEM, "opencl", tune=True)
@@ -451,13 +437,6 @@ def test_every_function_takes_tune(device, name, monkeypatch):
     assert asked == [ndim]
     with pytest.raises(TypeError, match="tune must be True or False, got 1"):
         function(x, w, tune=1, device=device)
-
-
-def test_the_streams_of_batches_take_tune(device, monkeypatch):
-    asked = []
-    monkeypatch.setattr("pycuda_conv.plan.tuned", lambda *args: asked.append(1))
-    list(pc.conv1d_many([np.ones((1, 1, 3), "f")] * 3, np.ones((1, 1, 2), "f"), tune=True, device=device, ahead=1))
-    assert asked
 
 
 def test_a_given_configuration_is_not_tuned():
