@@ -156,7 +156,11 @@ def test_windows_of_few_channels(case, pixel, rows, shift, taps, load):
         packed, (addressing,) = packing(asked(case, mode), windows=True)
         window = packed.window
         assert (window.pixel, window.rows, window.shift, packed.load, addressing.taps[1]) == (pixel, rows, shift, load, taps)
-        assert packed.group == asked(case, mode).filter_size[2] * pixel and addressing.stride[2] == addressing.taps[2] == 1 and not addressing.flat
+        assert (
+            packed.group == asked(case, mode).filter_size[2] * pixel
+            and addressing.stride[2] == addressing.taps[2] == 1
+            and not addressing.flat
+        )
         assert packing(asked(case, mode))[0].window is None  # not where loads can't overlap
     # of 16 bits rows of the image that meet a filter's zeros must be looked at: they might hold Inf. That pays in large problems only
     for n in (2, 16):
@@ -235,8 +239,9 @@ def test_filters_with_their_channels_last_are_read_as_they_are_or_packed_from_th
     assert reads(BASE) and reads(fprop((2, 128, 5, 5), (8, 64, 3, 3), groups=2)) and reads(fprop((2, 32, 50), (9, 32, 5)))
     assert not reads(BASE, "fp16") and not reads(BASE, "fp32 last") and not reads(POINT, "fp16")  # images are packed
     assert not reads(fprop((2, 20, 5, 5), (4, 20, 3, 3))) and not reads(fprop((2, 4, 9, 9), (4, 4, 3, 3)))  # not rows of 16 bytes; folded
-    assert reads(dgrad((2, 64, 5, 5), (64, 8, 3, 3))) and reads(dgrad((2, 192, 5, 5), (192, 24, 3, 3), stride=2))  # whose output channels are last
-    assert not reads(dgrad((2, 24, 5, 5), (24, 8, 3, 3))) and not reads(dgrad((2, 64, 5, 5), (64, 12, 3, 3)))  # 32 channels a load; rows of 24 bytes
+    # whose output channels are last; 32 channels a load; rows of 24 bytes
+    assert reads(dgrad((2, 64, 5, 5), (64, 8, 3, 3))) and reads(dgrad((2, 192, 5, 5), (192, 24, 3, 3), stride=2))
+    assert not reads(dgrad((2, 24, 5, 5), (24, 8, 3, 3))) and not reads(dgrad((2, 64, 5, 5), (64, 12, 3, 3)))
     assert kernels(BASE, "fp16 last", ImplicitGemm(64, 64, 3, 2)) == ["hopper_gemm", "direct_reduce"]
     assert kernels(BASE, "fp32 last") == ["pack", "hopper_gemm"]
     assert kernels(fprop((2, 20, 5, 5), (4, 20, 3, 3)), "bf16 last" if "bf16 last" in MODES else "fp16 last") == ["pack", "hopper_gemm"]
@@ -278,7 +283,8 @@ def test_columns_that_a_stride_meets_repeat_after_it():
 
 # ---- launches
 
-#: Layers of float32 and how many launches they take: packing, which settles scales, and products; of gradients of filters two launches pack.
+#: Layers of float32 and how many launches they take: packing, which settles scales, and products; of gradients of filters two launches
+#: pack.
 LAUNCHES = [
     (fprop((1, 256, 56, 56), (64, 256, 1, 1)), 2), (fprop((8, 64, 56, 56), (64, 64, 3, 3), padding=1), 2), (fprop((8, 64, 200), (64, 64, 15), padding=7), 2),
     (dgrad((8, 64, 28, 28), (64, 64, 3, 3), stride=2, padding=1), 2), (dgrad((8, 64, 28, 28), (64, 64, 3, 3), stride=2, padding=1, output_padding=1), 2),

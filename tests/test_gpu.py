@@ -339,7 +339,9 @@ def test_a_plan_keeps_the_layout_of_its_problem(transposed, ndim, kind):
             strides = np.array(got.stride() if kind == "torch" else got.strides)
             assert list(strides // strides.min()) == [s // 4 for s in memory.transpose(back).strides]
             assert plan(given, w, b, out=out) is out
-            assert np.array_equal(host(out), expected.transpose(order) if kind == "foreign" else expected)  # whose owner lies in memory's order
+            assert np.array_equal(
+                host(out), expected.transpose(order) if kind == "foreign" else expected
+            )  # whose owner lies in memory's order
 
 
 @pytest.mark.parametrize(("offset", "dtype"), by_turns(range(1, 9), DTYPES))

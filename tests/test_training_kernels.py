@@ -25,7 +25,9 @@ EPS = {"bfloat16": 2.0**-8, "float16": 2.0**-10, "float32": 2.0**-22}
 
 
 def memory_of(*arrays):
-    return SimpleNamespace(buffers=[None if one is None else np.frombuffer(np.ascontiguousarray(one).tobytes(), np.uint8).copy() for one in arrays])
+    return SimpleNamespace(
+        buffers=[None if one is None else np.frombuffer(np.ascontiguousarray(one).tobytes(), np.uint8).copy() for one in arrays]
+    )
 
 
 def launched(maker, pixels, arrays, results, *options):
