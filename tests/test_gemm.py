@@ -14,7 +14,7 @@ import pytest
 import simt
 from alike import moments
 from awkward import BASE, POINT
-from cases.hopper_gemm import BACK, CASES, COMMON, GPU_TILES, JOINED, LARGE_STEM, LARGER, NOTING, TILES, WHOLE, WIDE
+from cases.hopper_gemm import BACK, CASES, COMMON, GPU_TILES, JOINED, LARGE_STEM, LARGER, TILES, WHOLE, WIDE
 from hypothesis import Phase, assume, given, settings
 from hypothesis import seed as seeded
 from hypothesis import strategies as st
@@ -307,16 +307,6 @@ def test_as_few_launches_as_there_can_be(case, count):
 
 # ---- on the simulated machine
 
-def test_moments_are_noted_but_of_what_is_seldom():
-    seldom = [run for run in NOTING if ig._moments(asked(*run[:2]), run[2]) is None]
-    assert len(NOTING) - len(seldom) > 25 and len(seldom) > 5
-    for case, mode, _ in seldom:
-        problem = asked(case, mode)
-        assert not gemm_tiles.is_common(gemm_tiles.defines_of(problem)) or (
-            problem.layout == "NHWC" and not gemm_tiles.whole_rows(problem, 1)
-        ), f"{case} {mode}"
-
-
 @simulated
 def test_moments_of_results_that_were_computed_again_say_so():
     x, w, _ = COMMON.normals("float32", seed=1)
@@ -351,17 +341,6 @@ def test_a_few_small_values_do_not_make_an_image_be_computed_again(case, mode):
     x[1] *= 2.0**-45
     x[1, 0, 0, 0] = 1  # beside it nothing but small values: most results of a quarter are
     assert computed_again(case, mode, x, w) > 0.1
-
-
-@simulated
-@pytest.mark.parametrize(
-    ("case", "mode"),
-    [(dgrad((1, 24, 3, 4), (24, 12, 3, 3), padding=1), "fp32 last"), (dgrad((1, 32, 2, 3), (32, 6, 3, 2), groups=2), "tf32 last")],
-    ids=str,
-)  # fmt: skip
-def test_filters_of_gradients_are_packed_from_their_channels_last(case, mode):
-    """A row's channels lie apart there."""
-    check(case, mode, ImplicitGemm(64, 64, 2), (1,), filter_last=True)
 
 
 @simulated
@@ -513,17 +492,6 @@ def test_blocks_add_the_parts_of_split_sums(case, mode, config, blocks):
         check(case, mode, config, (3,), kept=True, multiprocessors=blocks)
 
 
-@simulated
-def test_flagged_results_need_to_be_computed_once_more():
-    """What the test before compares is wrong without."""
-    case, mode, config = MENDED[0]
-    x, w, b = case.normals("float32")
-    x[0, 0, 2, 2] = np.inf
-    y = simt.computed(asked(case, mode), config, x, w, b, broken=("if (any_flag) recompute_tiles", "if (false) recompute_tiles"))
-    with np.errstate(all="ignore"):
-        assert not np.array_equal(np.isinf(y), np.isinf(case.reference(x, w, b)))
-
-
 # ---- the launch that mends the results of sums in parts: what is flagged is computed, nothing else is touched
 
 SPLIT = [  # case, activation
@@ -605,7 +573,6 @@ def test_random_problems(torch):
         except (AssertionError, pytest.fail.Exception) as error:
             failures.append(f"{case!r} {mode} {plan.config}: {error}")
     assert not failures, f"PYCUDA_CONV_TEST_SEED={SEED}: {len(failures)} of {RANDOM} fail\n" + "\n".join(failures)
-
 
 
 # ---- images of many tiles: the last blocks of the launch that packs them settle their scales
