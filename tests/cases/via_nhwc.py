@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from filters import Filter
-from modes import H200, KNOWN, MODES, asked
+from modes import H200, MODES, asked
 from reference import dgrad, fprop
 
 from cases import Cases, Layers
