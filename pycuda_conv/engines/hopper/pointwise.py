@@ -10,7 +10,7 @@ import math
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, ClassVar
+from typing import Any
 
 from pycuda_conv.engines.base import FLAG, Config, ConvProblem, VariantSet, costs, kernel_struct
 from pycuda_conv.engines.costs import together
@@ -43,8 +43,6 @@ class Pointwise(Config):
     SPLIT: int = 1
     SWAPPED: bool = False
     RAW_FILTER: bool = False
-
-    FORMER: ClassVar[Mapping[str, str]] = {"COLUMNS": "BLOCK_N"}
 
     @property
     def rows(self) -> int:
