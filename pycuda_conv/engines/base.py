@@ -87,9 +87,6 @@ def config_again(name: str, values: Mapping[str, Any]) -> Config:
 
 #: The prediction of :meth:`Engine.choose` where a measured rule decides, whatever the models say.
 BY_RULE = 0.0
-#: Where a rule says that sums take longer than transforms, those say so many of their microseconds: they beat all sums, and are compared
-#: with one another.
-AMONG_TRANSFORMS = 1e-3
 #: Its prediction for a configuration without a model, which should run only if no configuration with a model can.
 LAST_RESORT = math.inf
 
