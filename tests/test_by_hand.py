@@ -25,7 +25,7 @@ from test_launch import PROBLEMS, buffers
 import pycuda_conv as pc
 from pycuda_conv import engines, kernels
 from pycuda_conv.engines.direct.direct import Tile
-from pycuda_conv.engines.fft import fft
+from pycuda_conv.engines.fft import blocks
 from pycuda_conv.runtime import get_device
 from pycuda_conv.runtime.base import KERNEL_DIR, kernel_file, shown_file
 from pycuda_conv.runtime.graph import Graph
@@ -210,8 +210,8 @@ def launches_of(problem, config, device):
 def cases(device, count, wanted):
     """Problems and configurations that use all kernels between them of which `wanted` is true; with --all-texts in each type of numbers."""
     met, found = set(), []
-    waves = pc.ConvProblem.forward(2, (2, 8, 90, 70), (8, 8, 31, 31), padding=15)
-    by_fft = next(config for config in fft.configs(waves.launched, device) if engines.refusal(waves, config, device) is None)
+    waves = pc.ConvProblem.forward(2, (2, 8, 90, 70), (8, 1, 31, 31), padding=15, groups=8)
+    by_fft = next(config for config in blocks.configs(waves.launched, device) if engines.refusal(waves, config, device) is None)
     some = ((problem, config) for (problem, config, _), _ in covering.pool(device, count, 1))
     for problem, config in itertools.chain([(waves, by_fft)], some):
         launches = launches_of(problem, config, device)
@@ -329,7 +329,8 @@ def test_every_portable_kernel_by_source_module(tmp_path):
                         function.set_attribute(sys.modules["pycuda.driver"].function_attribute.MAX_DYNAMIC_SHARED_SIZE_BYTES, k.shared)
                 function(*k.args, grid=k.grid, block=k.block, shared=k.shared)
             assert np.array_equal(bits(out), expected), (plan, arrays.problem)
-    assert launched >= {"direct_tile", "direct_batched", "direct_gemm", "direct_dgrad", "direct_wgrad", "depthwise_nhwc", "fft_tiles"}
+    portable_ones = {"direct_tile", "direct_batched", "direct_gemm", "direct_dgrad", "direct_wgrad", "depthwise_nhwc", "fft_blocks_rows"}
+    assert launched >= portable_ones
     assert set(rest.values()) >= {"batch_norm", "copy_strided"}
 
 

@@ -64,7 +64,6 @@ LISTS = {
     "mma_few_pixels": {"TYPE": {16, 17, 32}, "PRODUCTS": {1, 3}, "BLOCK_N": {32, 56}, "CLUSTER": {2, 4, 8}, "PHASES": {1, 4}},
     "hopper_pointwise": {
         "BLOCK_N": {32, 64, 96, 128}, "BLOCKS": {1, 2}, "STAGES": {3, 4, 5, 6}, "LIMBS": {1, 2}, "WGRAD": FLAG, "NHWC": FLAG, "MOMENTS": FLAG,
-        "RAW_FILTER": FLAG,
     },
 }  # fmt: skip
 MOST = 32  # texts of one layer, all its kernels together, that sizes and batches may ask for: tiles, and how rows can be read and written
