@@ -219,7 +219,7 @@ DEFAULTS: Mapping[str, Any] = {
 
 
 def complete(module: Any) -> Engine:
-    """A module as an engine: it gets what it does not say itself; one around others has an AROUND that says most of it."""
+    """A module as an engine: it gets what it does not say itself, docstrings too; one around others has an AROUND that says most of it."""
     around = getattr(module, "AROUND", None)
     for name in ("configs", "time", "choose", "sum_order", "filter_key") if around else ():
         if not hasattr(module, name):
@@ -229,5 +229,9 @@ def complete(module: Any) -> Engine:
     for name, default in DEFAULTS.items():
         if not hasattr(module, name):
             setattr(module, name, partial(default, module) if callable(default) else default)
+    for name, said in vars(Engine).items():
+        function = vars(module).get(name)
+        if callable(function) and not function.__doc__:
+            function.__doc__ = said.__doc__
     made: Engine = module
     return made

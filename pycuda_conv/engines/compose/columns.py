@@ -69,7 +69,6 @@ LEGAL = Tiles(TAKES, Columns, lambda problem, config: AROUND.fits(problem, confi
 
 
 def schedule(problem: ConvProblem, config: Columns, device: Device, with_moments: bool = False) -> Schedule:
-    """The launches of `config`, which can run `problem`; they note no moments."""
     product, scratch = _product(problem), Arena(WORKSPACE)
     made = registry.schedule(product, delegate_of(config), device)
     columns = scratch.take(problem.itemsize * math.prod(product.result_shape))
@@ -104,7 +103,6 @@ def _launch(problem: ConvProblem, columns: BufferSlice, filter_last: bool) -> Ke
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
-    """A text for each type."""
     yield VariantSet("columns_add", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": (0,), "THREADS": (THREADS,)})
 
 

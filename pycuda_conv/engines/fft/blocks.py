@@ -150,7 +150,6 @@ LEGAL = Tiles(TAKES, BlockFft, _fits)
 
 
 def adds_border(source: ConvProblem, problem: ConvProblem, config: BlockFft) -> bool:
-    """Whether :func:`schedule` takes the image of `source`, which has a border, for the wider one of `problem`."""
     return source.direction == "fprop"
 
 
