@@ -127,7 +127,9 @@ def test_a_gpu_s_launches_with_a_packed_filter(case, lengths):
     y, nothing = np.full(problem.result_shape, np.nan, "f"), np.zeros(1, "f")
     workspace, packed = (np.full(n // 4, np.nan, "f") for n in (schedule.workspace_bytes, schedule.filter_bytes))
     with on:
-        on.update_host_arrays(on.schedule_launcher(with_room(schedule.prepare)), (nothing, w, None), (nothing, nothing, packed, nothing, nothing), 0)
+        on.update_host_arrays(
+            on.schedule_launcher(with_room(schedule.prepare)), (nothing, w, None), (nothing, nothing, packed, nothing, nothing), 0
+        )
         kept = packed.copy()
         on.update_host_arrays(on.schedule_launcher(with_room(schedule.steps)), (x, w, b), (y, workspace, packed, nothing, nothing), 0)
     assert np.array_equal(kept, packed, equal_nan=True)
