@@ -28,7 +28,7 @@ class Rims(Delegating):
 
 
 __all__ = ["variants"]  # with what stands here: the engine
-CONFIGS, LAYOUTS, TENSOR_CORES, MOST_VARIANTS = (Rims,), ("NCHW", "NHWC", "CNHW", "CHWN"), True, {"cuda": 48, "opencl": 32}
+CONFIGS, LAYOUTS, TENSOR_CORES, MOST_VARIANTS = (Rims,), ("NCHW", "NHWC", "CNHW", "CHWN"), True, {"cuda": 102, "opencl": 78}
 COST = costs("compose.rims")
 
 
@@ -69,7 +69,7 @@ def schedule(problem: ConvProblem, config: Rims, device: Device, with_moments: b
 
 
 def _waited_for_late(steps: list[list[KernelLaunch]]) -> list[list[KernelLaunch]]:
-    """The steps, the last of which lets the next one's blocks begin early if it is one launch: those for the rims wait before they store."""
+    """The steps, the last of which lets the next blocks begin early if it is one launch: those for the rims wait before they store."""
     *others, last = steps
     early = len(last) == 1 and not isinstance(last[0], LibraryCall)
     return [*others, [replace(last[0], layer=last[0].layer | {"NEXT_COMES": 1})]] if early else steps

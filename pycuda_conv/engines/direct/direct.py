@@ -70,7 +70,7 @@ FEW = 1024  # results; for fewer the launch takes most of the time, and the smal
 WARP = 32  # pixels of a warp of direct/single.cu
 MOST_MACS = 2e9  # multiplications up to which sums may be split: beyond, matrix products are faster
 LAYOUTS = "NCHW", "CNHW"
-MOST_VARIANTS = {"cuda": 226, "opencl": 102}
+MOST_VARIANTS = {"cuda": 278, "opencl": 122}
 
 
 def adapts(problem: ConvProblem) -> bool:
