@@ -70,9 +70,10 @@ def schedule(problem: ConvProblem, config: Rims, device: Device, with_moments: b
 
 def _waited_for_late(steps: list[list[KernelLaunch]]) -> list[list[KernelLaunch]]:
     """The steps, the last of which lets the next blocks begin early if it is one launch: those for the rims wait before they store."""
-    *others, last = steps
-    early = len(last) == 1 and not isinstance(last[0], LibraryCall)
-    return [*others, [replace(last[0], layer=last[0].layer | {"NEXT_COMES": 1})]] if early else steps
+    if not steps or len(steps[-1]) != 1 or isinstance(steps[-1][0], LibraryCall):
+        return steps
+    (last,) = steps[-1]
+    return [*steps[:-1], [replace(last, layer={**last.layer, "NEXT_COMES": 1})]]
 
 
 def filter_key(problem: ConvProblem, config: Rims) -> Hashable:

@@ -45,6 +45,7 @@ from pycuda_conv.engines.packed_product import repeat_arguments, tap_numbers, wr
 from pycuda_conv.engines.range_guard import MomentsLayout
 from pycuda_conv.engines.schedule import FINISH, INPUT, PACKED, RESULT, WEIGHT, WORKSPACE, Arena, Moments, Schedule, finish_constants
 from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, why_not_one_product
+from pycuda_conv.problem import Size3
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch, TensorMap
 
 COLUMNS = (32, 64, 96, 128, 160, 192, 256)  # channels of a tile
@@ -291,7 +292,8 @@ def _product(
     args = tuple(phase._replace(tiles=end) for phase, end in zip(args, ends, strict=True))
     args += args[-1:] * (phases - len(addressings))  # empty phases fill the kernel's parameter
     rows = ROW, _last_row(problem)
-    maps, seen = [], [(side.first, side.length) for side in sides] or [None] * len(addressings)
+    maps = []
+    seen: Sequence[tuple[Size3, Size3] | None] = [(side.first, side.length) for side in sides] or [None] * len(addressings)
     for row in rows:
         mapped = zip(addressings, seen, boxes, strict=True)
         images = [image_map(problem, INPUT, unpacked, one, config.BLOCK_M, row, part, box) for one, part, box in mapped]
