@@ -146,8 +146,8 @@ def on_tensor_cores(problem: ConvProblem, device: Device) -> bool:
 def transposes(problem: ConvProblem, device: Device) -> bool:
     """Whether the launch multiplies by a filter whose channels of x are neighbours: then 16 bytes of them are loaded at once."""
     read = problem.operand_channels // problem.groups
-    in_rows = problem.groups == 1 or problem.direction == "fprop"
-    return on_tensor_cores(problem, device) and in_rows and read * problem.itemsize % 16 == 0
+    in_rows = (problem.groups == 1 or problem.direction == "fprop") and problem.layout not in OF_FILTER
+    return in_rows and on_tensor_cores(problem, device) and read * problem.itemsize % 16 == 0
 
 
 def transposed(problem: ConvProblem, place: BufferSlice, filter_last: bool = False) -> KernelLaunch:
