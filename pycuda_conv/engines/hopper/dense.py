@@ -202,7 +202,7 @@ def adds_border(source: ConvProblem, problem: ConvProblem, config: DenseNhwc) ->
 
 def border_time(source: ConvProblem, config: DenseNhwc) -> float:
     """Microseconds that the sides of a result take beside the time of the wider image's."""
-    return float(COST.SIDES_TIME * ceil(len(regions(source) or ()), REGIONS[-1]))
+    return float(COST.SIDES_TIME + COST.SIDES_LAUNCH * (ceil(len(regions(source) or ()), REGIONS[-1]) - 1))
 
 
 def schedule(

@@ -21,7 +21,7 @@ from pycuda_conv.engines.geometry import Phase, near_sides
 from pycuda_conv.problem import ConvProblem, Size3
 
 MOST_TAPS = 8  # along an axis: each has a byte of a word
-MOST_REGIONS = 26  # beside the interior: all sides of a volume for three taps
+MOST_REGIONS = 48  # beside the interior: six rows and columns at sides that are reflected, of a gradient of five taps
 
 
 @dataclass(frozen=True)
