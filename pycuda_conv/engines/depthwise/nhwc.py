@@ -32,7 +32,7 @@ from pycuda_conv.engines.depthwise.nhwc_launch import (
     vector_choices,
     vector_of,
 )
-from pycuda_conv.engines.geometry import accumulator_bytes, ceil, goes_near
+from pycuda_conv.engines.geometry import accumulator_bytes, ceil, goes_near, wraps
 from pycuda_conv.engines.limits import TWO_AXES, Takes, Tiles
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 
@@ -49,9 +49,12 @@ FULL = 2 * THREADS * 132  # threads: two blocks a multiprocessor of Hopper
 
 
 def adapts(problem: ConvProblem) -> bool:
-    """Whether ``depthwise/nhwc_strips.cu`` reads the image's border: one alike at both sides of an axis, no further than the other end."""
+    """Whether ``depthwise/nhwc_strips.cu`` reads the image's border: one alike at both sides of an axis, no further than the other end.
+
+    Of gradients by the input it takes those of a gradient that wraps.
+    """
     plain = not (problem.input_dtype or problem.result_dtype)
-    return plain and problem.direction == "fprop" and problem.layout == "NHWC" and goes_near(problem)
+    return plain and problem.layout == "NHWC" and (goes_near(problem) if problem.direction == "fprop" else wraps(problem))
 
 
 _MOST_UNITS = 2**31 - 1 - THREADS  # the kernels count units in 32 bits, with the last block's idle ones
