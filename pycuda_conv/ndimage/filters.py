@@ -496,7 +496,7 @@ def _derivatives(axes: Sequence[int], sigma: Any, order: int, mode: Any, more: d
     truncate, radius = more.get("truncate", 4.0), more.get("radius")
     modes = _sequence("mode", mode, len(axes))
     terms: list[Term] = [
-        _gaussians(range(rank), sigma, [order * (i == axis) for i in range(rank)], word, truncate, radius)
+        _gaussians(tuple(range(rank)), sigma, [order * (i == axis) for i in range(rank)], word, truncate, radius)
         for axis, word in zip(axes, modes, strict=True)
     ]
     return terms or [[]]

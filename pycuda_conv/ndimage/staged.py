@@ -51,6 +51,11 @@ class _Known(NamedTuple):
     shape: tuple[int, ...]
     output: str
 
+    def room(self) -> tuple[np.ndarray, np.ndarray]:
+        """Where a result of numpy goes."""
+        made = self.device.result_array(self.shape, np.dtype(self.output))
+        return made, made
+
     def again(self, given: np.ndarray, room: Callable[[], tuple[Any, np.ndarray]]) -> Any:
         """The result for another array; `room` makes what is returned, and gives it as a numpy array too."""
         row_bytes = prod(self.shape[1:]) * np.dtype(self.output).itemsize
@@ -181,13 +186,11 @@ def repeatable(function: Callable[..., Any]) -> Callable[..., Any]:
         name = _name(function, input, args, options)
         known = _repeated.get(name)
         if known is not None and known.device is get_device(options.get("device") or pycuda_device()):
-            return known.again(input, lambda: (known.device.result_array(known.shape, np.dtype(known.output)),) * 2)
+            return known.again(input, known.room)
         result = function(input, *args, **options)
-        made, known = getattr(_last, "made", None) or (None, None)
-        if made is not None:
-            _last.made = None
-            if name is not None and made() is result and known.given == _like(input):
-                _keep(_repeated, name, known)
+        last, _last.made = getattr(_last, "made", None), None
+        if last is not None and name is not None and last[0]() is result and last[1].given == _like(input):
+            _keep(_repeated, name, last[1])
         return result
 
     return called
