@@ -162,7 +162,11 @@ def _in_order_of_layer(problem: ConvProblem, device: Device) -> list[Config]:
     """The configurations of a batch-invariant problem, the fastest first: those that sum in the order that the layer has for any batch."""
     layer = replace(problem, N=1, batched=True, bare=False)
     order, known = kept(_orders, (layer, *_asked_of(device)), lambda: _order_of_layer(layer, device))
-    return [] if order is None else [config for _, config in _in_order(problem, order, known, device)]
+    found = [] if order is None else [config for _, config in _in_order(problem, order, known, device)]
+    if not found:  # the batch may be too large for the layer's kernels
+        parts = (engine.choose(problem.launched, device) for engine in _engines(device, problem) if engine.BY_IMAGES)
+        return [one[1] for one in parts if one]
+    return found
 
 
 #: By layer and by what engines ask of a device: the order, and the configurations in that order that batches of BATCHES would choose.
