@@ -224,9 +224,9 @@ def _sum_order(engine: Any, problem: ConvProblem, config: Any) -> Hashable:
 #: What :func:`complete` gives to a module: functions get the module before their arguments.
 DEFAULTS: Mapping[str, Any] = {
     "TENSOR_CORES": False, "BY_IMAGES": False, "PRECEDENCE": 0, "unsupported": unsupported_by, "why_not": _why_not,
-    "refusal": _refusal, "choose": _choose, "sum_order": _sum_order, "filter_key": lambda engine, *asked: None, "adapts": lambda engine, *asked: False,
-    "upsamples": lambda engine, *asked: False, "adds_border": lambda engine, *asked: False, "border_time": lambda engine, *asked: 0.0,
-    "worthwhile": lambda engine, *asked: True,
+    "refusal": _refusal, "choose": _choose, "sum_order": _sum_order, "filter_key": lambda engine, *asked: None,
+    "adapts": lambda engine, *asked: False, "upsamples": lambda engine, *asked: False, "adds_border": lambda engine, *asked: False,
+    "border_time": lambda engine, *asked: 0.0, "worthwhile": lambda engine, *asked: True,
 }  # fmt: skip
 
 

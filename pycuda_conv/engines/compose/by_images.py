@@ -14,7 +14,7 @@ from typing import Any
 
 from pycuda_conv.engines import registry
 from pycuda_conv.engines.base import ConvProblem, Device, VariantSet
-from pycuda_conv.engines.compose.delegate import Around, Delegating, delegate_of, moved, parsed
+from pycuda_conv.engines.compose.delegate import Around, Delegating, delegate_of, moved
 from pycuda_conv.engines.geometry import ceil
 from pycuda_conv.engines.limits import CUDA, NOT_EMPTY, Takes, Tiles
 from pycuda_conv.engines.schedule import INPUT, RESIDUAL, RESULT, Schedule
