@@ -7,7 +7,7 @@ workspace.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -31,7 +31,7 @@ class ByImages(Delegating):
     IMAGES: int = 1
 
 
-CONFIGS, LAYOUTS, RUNS_ON, TENSOR_CORES, BY_IMAGES = (ByImages,), ("NCHW", "NHWC"), CUDA, True, True
+CONFIGS, LAYOUTS, RUNS_ON, TENSOR_CORES, IN_PARTS = (ByImages,), ("NCHW", "NHWC"), CUDA, True, True
 MOST_VARIANTS: dict[str, int] = {"cuda": 0}
 
 
@@ -126,12 +126,19 @@ def _around(images: int) -> Around:
     return Around(lambda problem: _parts(problem, images)[0], partial(_others_us, images), kind, lambda problem: True)
 
 
-def _said(name: str) -> Callable[..., Any]:
-    """A function of the protocol, which is asked about a configuration."""
-    return lambda problem, config, *more: getattr(_around(config.IMAGES), name)(problem, config, *more)
+def time(problem: ConvProblem, config: ByImages, device: Device) -> float | None:
+    """The microseconds of all launches."""
+    return _around(config.IMAGES).time(problem, config, device)
 
 
-time, sum_order, filter_key = map(_said, ("time", "sum_order", "filter_key"))
+def sum_order(problem: ConvProblem, config: ByImages) -> Hashable:
+    """That of the delegate's engine: no sum runs over images."""
+    return _around(config.IMAGES).sum_order(problem, config)
+
+
+def filter_key(problem: ConvProblem, config: ByImages) -> Hashable:
+    """That of the delegate."""
+    return _around(config.IMAGES).filter_key(problem, config)
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Delegating]:

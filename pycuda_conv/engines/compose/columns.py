@@ -21,6 +21,8 @@ from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch
 
 THREADS = 256  # of a block of columns_add.cu
+#: Channels of a thread, which finds the taps that its pixel meets once for all, and how many threads a multiprocessor needs at the least.
+CHANNELS, LEAST_THREADS = (8, 4, 1), 1024
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Columns(Delegating):
     """A configuration of the product without taps, as text."""
 
 
-CONFIGS, LAYOUTS, RUNS_ON, TENSOR_CORES, MOST_VARIANTS = (Columns,), ("NCHW", "NHWC"), CUDA, True, {"cuda": 4}
+CONFIGS, LAYOUTS, RUNS_ON, TENSOR_CORES, MOST_VARIANTS = (Columns,), ("NCHW", "NHWC"), CUDA, True, {"cuda": 12}
 COST = costs("compose.columns")
 ColumnsArguments = kernel_struct("columns_add", "ColumnsArguments")
 
@@ -75,16 +77,23 @@ def schedule(problem: ConvProblem, config: Columns, device: Device, with_moments
     columns = scratch.take(problem.itemsize * math.prod(product.result_shape))
     places = {RESULT: columns, WORKSPACE: scratch.take(made.workspace_bytes)}
     prepare, steps = moved(made.prepare, places), moved(made.steps, places)
-    added = [[_launch(problem, columns, False)]]
+    added = [[_launch(problem, columns, device, False)]]
     last = None
     if problem.layout == "NHWC" and problem.groups == 1:  # the same columns with the product's channels in another order
-        last = [*prepare, *steps, [_launch(problem, columns, True)]]
+        last = [*prepare, *steps, [_launch(problem, columns, device, True)]]
     return Schedule(
         prepare, steps + added, prepare + steps + added, scratch.used, made.filter_bytes, made.redoes, filter_last=last
     )
 
 
-def _launch(problem: ConvProblem, columns: BufferSlice, filter_last: bool) -> KernelLaunch:
+def _channels(problem: ConvProblem, device: Device) -> int:
+    """Channels of a thread: as many as leave enough threads, and few of them idle."""
+    least, pixels = LEAST_THREADS * device.multiprocessors, problem.N * math.prod(problem.result_size)
+    fitting = (n for n in CHANNELS if 4 * problem.C >= 3 * n and pixels * ceil(problem.C, n) >= least)
+    return next(fitting, 1)
+
+
+def _launch(problem: ConvProblem, columns: BufferSlice, device: Device, filter_last: bool) -> KernelLaunch:
     """The launch that adds the columns. With `filter_last` the channels of a tap are neighbours in them, else the taps of a channel."""
     (_, h, w), taps = problem.result_size, _taps(problem)
     read, channels = math.prod(problem.output_size), problem.C
@@ -92,20 +101,23 @@ def _launch(problem: ConvProblem, columns: BufferSlice, filter_last: bool) -> Ke
     channel, tap = (1, channels) if filter_last else (taps, 1)
     if not last:
         channel, tap = channel * read, tap * read
-    size = math.prod(problem.result_shape)
+    each = _channels(problem, device)
+    apart = ceil(channels, each)
+    size = math.prod(problem.result_shape) // channels * apart
     args = arguments(
-        ColumnsArguments, problem, channels=channels, hw=h * w, h=h, w=w, last=int(last), image=channels * taps * read, channel=channel,
-        tap=tap, pixel=channels * taps if last else 1, **by_axis("", problem.output_size, "opq"), **by_axis("every_", taps_apart(problem)),
-        **by_axis("back_", outputs_apart(problem)),
+        ColumnsArguments, problem, size=size, channels=channels, apart=apart, hw=h * w, h=h, w=w, last=int(last),
+        image=channels * taps * read, channel=channel, tap=tap, pixel=channels * taps if last else 1,
+        **by_axis("", problem.output_size, "opq"), **by_axis("every_", taps_apart(problem)), **by_axis("back_", outputs_apart(problem)),
     )  # fmt: skip
-    defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": 0, "THREADS": THREADS}
+    defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": 0, "THREADS": THREADS, "CHANNELS": each}
     buffers = columns, *FINISH, RESULT
     return KernelLaunch("columns_add", defines, ceil(size, THREADS), THREADS, buffers, (), arguments=args)
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
-    """A text for each type."""
-    yield VariantSet("columns_add", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": (0,), "THREADS": (THREADS,)})
+    """A text for each type and each number of channels."""
+    types = tuple(DTYPE_CODES.values())
+    yield VariantSet("columns_add", {"DTYPE": types, "INDEX_64": (0,), "THREADS": (THREADS,), "CHANNELS": CHANNELS})
 
 
 MOST_MET = 64  # the most taps that a pixel meets: with more there are many more columns than elements of the result
