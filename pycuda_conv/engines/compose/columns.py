@@ -21,8 +21,7 @@ from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch
 
 THREADS = 256  # of a block of columns_add.cu
-#: Channels of a thread, which finds the taps that its pixel meets once for all, and how many threads a multiprocessor needs at the least.
-CHANNELS, LEAST_THREADS = (8, 4, 1), 1024
+CHANNELS = (8, 4, 1)  # of a thread, which finds once for all of them which taps its pixel meets
 
 
 @dataclass(frozen=True)
@@ -77,23 +76,16 @@ def schedule(problem: ConvProblem, config: Columns, device: Device, with_moments
     columns = scratch.take(problem.itemsize * math.prod(product.result_shape))
     places = {RESULT: columns, WORKSPACE: scratch.take(made.workspace_bytes)}
     prepare, steps = moved(made.prepare, places), moved(made.steps, places)
-    added = [[_launch(problem, columns, device, False)]]
+    added = [[_launch(problem, columns, False)]]
     last = None
     if problem.layout == "NHWC" and problem.groups == 1:  # the same columns with the product's channels in another order
-        last = [*prepare, *steps, [_launch(problem, columns, device, True)]]
+        last = [*prepare, *steps, [_launch(problem, columns, True)]]
     return Schedule(
         prepare, steps + added, prepare + steps + added, scratch.used, made.filter_bytes, made.redoes, filter_last=last
     )
 
 
-def _channels(problem: ConvProblem, device: Device) -> int:
-    """Channels of a thread: as many as leave enough threads, and few of them idle."""
-    least, pixels = LEAST_THREADS * device.multiprocessors, problem.N * math.prod(problem.result_size)
-    fitting = (n for n in CHANNELS if 4 * problem.C >= 3 * n and pixels * ceil(problem.C, n) >= least)
-    return next(fitting, 1)
-
-
-def _launch(problem: ConvProblem, columns: BufferSlice, device: Device, filter_last: bool) -> KernelLaunch:
+def _launch(problem: ConvProblem, columns: BufferSlice, filter_last: bool) -> KernelLaunch:
     """The launch that adds the columns. With `filter_last` the channels of a tap are neighbours in them, else the taps of a channel."""
     (_, h, w), taps = problem.result_size, _taps(problem)
     read, channels = math.prod(problem.output_size), problem.C
@@ -101,7 +93,7 @@ def _launch(problem: ConvProblem, columns: BufferSlice, device: Device, filter_l
     channel, tap = (1, channels) if filter_last else (taps, 1)
     if not last:
         channel, tap = channel * read, tap * read
-    each = _channels(problem, device)
+    each = next(n for n in CHANNELS if 4 * channels >= 3 * n or n == 1)  # few are idle
     apart = ceil(channels, each)
     size = math.prod(problem.result_shape) // channels * apart
     args = arguments(
