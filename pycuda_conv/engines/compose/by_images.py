@@ -60,6 +60,23 @@ def _parts(problem: ConvProblem, images: int) -> tuple[ConvProblem, ConvProblem 
     return replace(problem, N=images), replace(problem, N=left) if left else None
 
 
+def _others_us(images: int, problem: ConvProblem, delegate: Any, device: Device) -> float:
+    """Microseconds of all launches but the first."""
+    first, last = _parts(problem, images)
+    again = (problem.N // images - 1) * (registry.predicted(first, delegate, device) or 0.0)
+    return again + ((registry.predicted(last, delegate, device) or 0.0) if last else 0.0)
+
+
+@cache
+def _around(images: int) -> Around:
+    """What is said of configurations for so many images."""
+
+    def kind(problem: ConvProblem) -> Any:
+        return partial(ByImages, IMAGES=images)
+
+    return Around(lambda problem: _parts(problem, images)[0], partial(_others_us, images), kind, lambda problem: True)
+
+
 def _serves_last(problem: ConvProblem, config: ByImages) -> str | None:
     """Why the last images can't be computed as the others are, or None if they can."""
     first, last = _parts(problem, config.IMAGES)
@@ -85,10 +102,10 @@ LEGAL = Tiles(
 
 def schedule(problem: ConvProblem, config: ByImages, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`; they note no moments."""
-    first, last = (part and registry.schedule(part, delegate_of(config), device) for part in _parts(problem, config.IMAGES))
-    assert first is not None
+    parts = [one for one in _parts(problem, config.IMAGES) if one]
+    first, *last = (registry.schedule(one, delegate_of(config), device) for one in parts)
     made = [(start, first) for start in range(0, problem.N - problem.N % config.IMAGES, config.IMAGES)]
-    made += [(problem.N - problem.N % config.IMAGES, last)] if last else []
+    made += [(problem.N - problem.N % config.IMAGES, one) for one in last]
     image, result = (problem.itemsize * size for size in _elements(problem))
 
     def joined(steps: Callable[[Schedule], list[list[KernelLaunch]]]) -> list[list[KernelLaunch]]:
@@ -108,22 +125,6 @@ def schedule(problem: ConvProblem, config: ByImages, device: Device, with_moment
 def variants(device: Device) -> Iterator[VariantSet]:
     """None: its launches are other engines'."""
     yield from ()
-
-
-def _others_us(images: int, problem: ConvProblem, delegate: Any, device: Device) -> float:
-    """Microseconds of all launches but the first."""
-    first, last = (part and (registry.predicted(part, delegate, device) or 0.0) for part in _parts(problem, images))
-    return (problem.N // images - 1) * (first or 0.0) + (last or 0.0)
-
-
-@cache
-def _around(images: int) -> Around:
-    """What is said of configurations for so many images."""
-
-    def kind(problem: ConvProblem) -> Any:
-        return partial(ByImages, IMAGES=images)
-
-    return Around(lambda problem: _parts(problem, images)[0], partial(_others_us, images), kind, lambda problem: True)
 
 
 def time(problem: ConvProblem, config: ByImages, device: Device) -> float | None:
