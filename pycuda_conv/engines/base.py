@@ -123,6 +123,14 @@ class Engine(Protocol):
     def MOST_VARIANTS(self) -> Mapping[str, int]:
         """By a device's backend, the most texts that :meth:`variants` may give, not counting those for arrays of 2^31 elements."""
 
+    @property
+    def IN_PARTS(self) -> bool:
+        """Whether it has other engines compute some images at a time, of batches that are too large for them as a whole."""
+
+    @property
+    def BY_IMAGE(self) -> bool:
+        """Whether its transforms are of one image each where :attr:`ConvProblem.batch_invariant` asks for that."""
+
     def unsupported(self, device: Device) -> str | None:
         """Why the engine can't run on `device`, or None if it can."""
 
@@ -211,10 +219,10 @@ def _sum_order(engine: Any, problem: ConvProblem, config: Any) -> Hashable:
 
 #: What :func:`complete` gives to a module: functions get the module before their arguments.
 DEFAULTS: Mapping[str, Any] = {
-    "TENSOR_CORES": False, "PRECEDENCE": 0, "unsupported": unsupported_by, "why_not": _why_not, "refusal": _refusal, "choose": _choose,
-    "sum_order": _sum_order, "filter_key": lambda engine, *asked: None, "adapts": lambda engine, *asked: False,
-    "upsamples": lambda engine, *asked: False, "adds_border": lambda engine, *asked: False, "border_time": lambda engine, *asked: 0.0,
-    "worthwhile": lambda engine, *asked: True,
+    "TENSOR_CORES": False, "IN_PARTS": False, "BY_IMAGE": False, "PRECEDENCE": 0, "unsupported": unsupported_by, "why_not": _why_not,
+    "refusal": _refusal, "choose": _choose, "sum_order": _sum_order, "filter_key": lambda engine, *asked: None,
+    "adapts": lambda engine, *asked: False, "upsamples": lambda engine, *asked: False, "adds_border": lambda engine, *asked: False,
+    "border_time": lambda engine, *asked: 0.0, "worthwhile": lambda engine, *asked: True,
 }  # fmt: skip
 
 
