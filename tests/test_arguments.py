@@ -308,23 +308,12 @@ def test_out_that_overlaps_an_argument(refuses, name):
 # ---- torch tensors on the CPU
 
 
-
 @pytest.mark.parametrize("name", ["input", "weight", "bias", "out"])
 def test_mixed_kinds(refuses, name):
     arrays = {"input": X, "weight": W, "bias": B, "out": zeros(*SHAPE)}
     arrays[name] = torch.from_numpy(arrays[name])
     text = refuses(TypeError, "pass arrays of one kind", "conv2d", **arrays)
     assert "numpy.ndarray" in text and "torch.Tensor" in text and (name == "input" or name in text)
-
-
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
-def test_tensor_dtypes_without_a_kernel(refuses, dtype):
-    x, w = (torch.zeros(s, dtype=getattr(torch, dtype)) for s in ((1, 2, 4, 4), (2, 2, 3, 3)))
-    for name, arrays in (("input", (x, w)), ("input", (x, w.float())), ("weight", (x.float(), w))):
-        text = refuses(TypeError, f"^{name} has the type {dtype}, but a convolution takes arrays of float16, bfloat16, float32, ", "conv2d", *arrays)
-        assert f"{name}.to(torch.float" in text
-    with pytest.raises(TypeError, match=f"^input has the type {dtype}"):  # where torch differentiates
-        pc.conv2d(x, w.float().requires_grad_())
 
 
 def test_a_gradient_that_would_be_lost_is_refused(refuses, device):
@@ -345,31 +334,6 @@ def test_a_gradient_that_would_be_lost_is_refused(refuses, device):
         plan.bind(w, b)(x.requires_grad_())
     x.requires_grad_(False)
     assert not pc.conv2d(x, w, b, device=device).requires_grad
-
-
-@pytest.mark.parametrize("make", ["meta", "sparse"])
-def test_tensors_without_memory_of_their_own(refuses, make):
-    x, w = torch.zeros(1, 2, 4, 4), torch.zeros(2, 2, 3, 3)
-    bad = x.to("meta") if make == "meta" else x.to_sparse()
-    for arrays in ((bad, w), (x, bad), (bad, bad))[: 2 if make == "meta" else 3]:
-        for given in (arrays, [a.bfloat16() for a in arrays]):
-            text = refuses((TypeError, ConvArgumentError), ".", "conv2d", *given)
-            assert make in text.lower() or "should be the same" in text
-
-
-def test_out_tensors_that_cannot_hold_the_result(refuses, device):
-    x, w, b = (torch.from_numpy(a) for a in (X, W, B))
-    good = torch.zeros(SHAPE)
-    for out, text in (
-        (good[:1], r"out must have shape \[2, 6, 6, 7\], but got out of shape \[1, 6, 6, 7\]"),
-        (good.double(), "out must have dtype float32, the input's, but got float64"),
-        (good.bfloat16(), "out must have dtype float32, the input's, but got bfloat16"),
-        (good.to(memory_format=torch.channels_last), "out must be C-contiguous"),
-        (torch.zeros(1).expand(SHAPE), "out must be C-contiguous"),
-    ):
-        refuses(ConvArgumentError, text, "conv2d", x, w, b, out=out)
-    refuses(ConvArgumentError, "out must be channels last, as the result is", "conv2d", x.to(memory_format=torch.channels_last), w, b, out=good)
-    refuses(ConvArgumentError, "dtype bfloat16, the input's, but got float16", "conv2d", *(t.bfloat16() for t in (x, w, b)), out=good.half())
 
 
 def test_an_out_tensor_with_the_negative_bit_is_filled_or_refused(device):
@@ -419,12 +383,15 @@ def test_unknown_device(value):
         pc.conv2d(X, W, device=value)
     assert repr(value) in str(raised.value)
     assert isinstance(raised.value, ConvArgumentError)
+    with pytest.raises(ConvArgumentError, match=re.escape(f"devices must be 'all' or a list of GPU numbers, got {value!r} in it")):
+        pc.conv2d(X, W, devices=[value])
 
 
 @pytest.mark.parametrize("value", [1.0, True, NAN, b"cuda", ("cuda", 0), ["cpu"], {}, object()], ids=lambda v: type(v).__name__)
 def test_a_device_of_the_wrong_type(value):
-    with pytest.raises(TypeError, match="device must be"):
-        pc.conv2d(X, W, device=value)
+    for options, name in (({"device": value}, "device"), ({"devices": [value]}, "devices")):
+        with pytest.raises(TypeError, match=f"{name} must be"):
+            pc.conv2d(X, W, **options)
 
 
 def test_a_gpu_that_is_not_there():
@@ -502,12 +469,6 @@ def test_a_whole_array_is_never_printed(refuses):
     refuses(TypeError, "stride must be an integer or a list of one for each axis, got 'x{1,80}", "conv2d", X, W, stride="x" * 10**6)
 
 
-@pytest.mark.parametrize(("one", "error"), [(1.5, TypeError), ("gpu", ConvArgumentError), (-1, ConvArgumentError)])
-def test_one_wrong_device_of_several_is_told_as_devices(one, error):
-    with pytest.raises(error, match=re.escape(f"devices must be 'all' or a list of GPU numbers, got {one!r} in it")):
-        pc.conv2d(X, W, devices=[one])
-
-
 def test_a_stream_of_inputs_that_is_none():
     with pytest.raises(TypeError, match="inputs must be an iterable of arrays, got None"):
         pc.conv2d_many(None, W)
@@ -539,14 +500,6 @@ def test_sizes_that_an_array_may_have_are_taken():
     assert ConvProblem.forward(2, *shapes, dtype="float64").input_shape == shapes[0]
     with pytest.raises(ConvArgumentError, match="expected input to have fewer than"):
         ConvProblem.forward(2, (2**21, *shapes[0][1:]), shapes[1], dtype="float64")
-
-
-def test_a_plane_that_is_too_large_is_told_of_the_array_that_has_it():
-    for function, given, taps, name in ((ConvProblem.transposed, 4, 3, "output"), (ConvProblem.forward, 2**16, 3, "input")):
-        with pytest.raises(ConvArgumentError, match=f"one channel of the {name} has"):
-            function(2, (1, 8, given, given), (8, 8, taps, taps), stride=30000)
-    with pytest.raises(ConvArgumentError, match="expected weight to have fewer than"):
-        pc.conv2d_weight(X, (HUGE, 4, 3, 3), zeros(2, 6, 6, 7))
 
 
 # ---- the problem and the plan check for themselves
@@ -594,16 +547,6 @@ def test_what_makes_no_plan(device):
 def test_more_images_than_a_launch_can_take(device):
     with pytest.raises(ConvArgumentError, match="too large for one launch of at most 2,147,483,647 blocks; convolve fewer images at a time"):
         Plan(ConvProblem.forward(2, (2**40, 1, 5, 5), (1, 1, 3, 3)), device)
-
-
-def test_what_is_no_model():
-    from pycuda_conv import nn
-    from pycuda_conv.nn import convert
-
-    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got None"):
-        convert(None)
-    with pytest.raises(ConvArgumentError, match=r"precision must be one of .*, but got precision=an array of shape \[3, 3\]"):
-        nn.Conv2d(3, 4, 3, precision=zeros(3, 3))
 
 
 def test_a_problem_can_be_made_without_arrays_or_devices():

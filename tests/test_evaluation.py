@@ -343,13 +343,6 @@ def test_all_that_may_be_missing_or_lie_otherwise(place):
     assert not evaluate(x, w.requires_grad_(), bias, gamma, beta, mean, var).requires_grad
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_a_transposed_convolution(place):
-    given = arrays(place, torch.float32, torch.float32, transposed=True)
-    how = {"stride": 2, "output_padding": 1, "padding": 1}
-    close(evaluate(*given, 1e-3, None, "relu", transposed=True, **how), reference(*given, 1e-3, transposed=True, **how), torch.float32)
-
-
 def test_a_scale_above_the_largest_float16():
     """Folded ahead, the scale would be infinite."""
     x, w, *_ = arrays("cpu", torch.float16, torch.float16)
@@ -358,14 +351,6 @@ def test_a_scale_above_the_largest_float16():
     got, gamma = evaluate(x, w, None, torch.full_like(tiny, 300), zero, zero, tiny, 1e-8), torch.full((16,), 300.0)
     close(got, reference(x, w, None, gamma, zero, zero, tiny, 1e-8, activation=None), torch.float16)
     assert got.isfinite().all() and 300 / (tiny[0].item() + 1e-8) ** 0.5 > 65504
-
-
-def test_inside_autocast_it_computes_in_the_type_of_its_operands():
-    given = arrays("cpu", torch.float32, torch.float32)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        got = evaluate(*given, 1e-3, None, "relu", padding=1)
-        assert torch.is_autocast_enabled("cpu")
-    close(got, reference(*given, 1e-3, padding=1), torch.float32)
 
 
 def test_wrong_operands():
@@ -378,27 +363,6 @@ def test_wrong_operands():
         evaluate(x, w, bias, gamma, beta, mean, var, 1e-5, x)
     with pytest.raises(ConvArgumentError, match="bias type"):
         evaluate(x, w, bias.half(), gamma, beta, mean, var)
-
-
-def float_scaled(where):
-    problem = ConvProblem.forward(2, (4, 16, 9, 9), (24, 16, 1, 1), (24,), dtype="float16", layout="NHWC", scale_shape=(24,), activation="silu")
-    return Plan(replace(problem, float_scale=True), get_device(where))
-
-
-def test_a_scale_of_float32_is_measured_as_one():
-    from pycuda_conv.measure import operands
-
-    plan = float_scaled("opencl")
-    assert plan.operand_bytes == (4 * 16 * 81 * 2, 24 * 16 * 2, 24 * 4, 24 * 4, 0)
-    assert [one.dtype.name for one in operands(plan.problem, 1000)] == ["float16", "float16", "float32", "float32", "float16"]
-
-
-@pytest.mark.gpu
-def test_candidates_of_a_layer_with_a_scale_of_float32_are_measured():
-    from pycuda_conv.measure import trials
-
-    plan = float_scaled("cuda")
-    assert all(choice.us > 0 for choice in trials(plan.problem, plan.device))
 
 
 def test_a_plan_with_a_scale_of_float32_takes_no_calls():

@@ -165,14 +165,6 @@ def test_a_forward_pass_by_one_launch(kernels, number):
     assert all(map(np.array_equal, *made))
 
 
-@pytest.mark.turns
-def test_statistics_without_running_ones_leave_nothing_else(kernels):
-    y = kernels.normals()
-    mean, invstd = kernels.poisoned(kernels.pixels.K), kernels.poisoned(kernels.pixels.K)
-    kernels.run(batch_norm.statistics, (y, None), (mean, invstd, None, None, None), 1e-5, 0.1)
-    near(mean, y.astype(np.float64).mean(kernels.axes), 16 * SUM_EPS[kernels.pixels.dtype], scale=1)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_large_mean_costs_no_digits_of_the_variance(device, slices, shape, dtype):
@@ -347,18 +339,6 @@ def test_gradients_of_nan_are_as_torch_s(kernels):
     near(sums[0], np.where(masked, 0, dout).astype(np.float64).sum(kernels.axes), 1e-4)
 
 
-@pytest.mark.turns
-def test_the_kernels_twice_give_the_same_bits(kernels):
-    y, dout, mean, invstd = kernels.normals(1), kernels.normals(2), kernels.of_channel(1), kernels.of_channel(2)
-    found = []
-    for _ in range(2):
-        dy, sums, m, i = np.empty_like(y), kernels.poisoned(2, kernels.pixels.K), kernels.poisoned(kernels.pixels.K), kernels.poisoned(kernels.pixels.K)
-        kernels.run(batch_norm.statistics, (y, None), (m, i, None, None, None), 1e-5, 0.1)
-        kernels.run(batch_norm.backward, (y, dout, mean, invstd, None, None, None), (dy, sums, None), "relu", True)
-        found.append([a.tobytes() for a in (dy, sums, m, i)])
-    assert found[0] == found[1]
-
-
 @pytest.mark.parametrize("shape", ["planes of 15", "pixels of 8"])
 def test_64_bit_offsets(device, shape, monkeypatch):
     """What arrays of 2^31 elements get, on an array that fits a laptop."""
@@ -382,17 +362,6 @@ def test_offsets_are_64_bits_from_two_to_the_31_elements_on():
     for images, expected in ((2**8 - 1, 0), (2**8, 1)):
         steps, _ = batch_norm.backward(Pixels("float16", "NCHW", images, 2**7, 2**16), 132, "relu", True)
         assert [step.defines["INDEX_64"] for step in steps] == [expected] * 3
-
-
-@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
-@pytest.mark.parametrize(("n", "k", "plane"), [(64, 64, 56 * 56), (64, 2048, 49), (1, 3, 512 * 512), (64, 256, 14 * 14), (2, 65, 127)])
-def test_there_are_blocks_for_every_multiprocessor(n, k, plane, layout):
-    pixels = Pixels("float32", layout, n, k, plane)
-    (step,), _ = batch_norm.forward(pixels, 132, "relu")
-    few = n * k * plane / (4 if (k if layout == "NHWC" else plane) % 4 == 0 else 1) / batch_norm.THREADS
-    assert step.grid >= min(132 * batch_norm.BLOCKS[layout] / 2, few / 4)
-    total, per = step.arguments.total, step.arguments.per
-    assert 0 <= total - (math.ceil(total / per) - 1) * per <= per  # the slices are all there is, and none is empty
 
 
 FINISHES = [("relu", False), ("relu", True), ("silu", False)]
@@ -434,13 +403,8 @@ def test_conv_bias_of_numpy_arrays(device, dtype):
         assert type(got) is np.ndarray and got.dtype == a.dtype and got.shape == (17,)
         wide, axes = a.astype(np.float64), tuple(i for i in range(a.ndim) if i != a.ndim - ndim - 1)
         near(got, wide.sum(axes), 1, 16 * SUM_EPS[dtype] * np.abs(wide).sum(axes) + EPS[dtype] * np.abs(wide.sum(axes)))
-
-
-def test_conv_bias_of_numpy_arrays_that_lie_otherwise(device):
-    a = np.random.default_rng(0).standard_normal((4, 17, 3, 5)).astype("f")
-    expected = pc.conv2d_bias(a, device=device)
-    for same in (a.astype(">f4"), np.asfortranarray(a), np.repeat(a, 2, axis=3)[..., ::2], np.ascontiguousarray(a[:, :, ::-1])[:, :, ::-1]):
-        assert np.array_equal(pc.conv2d_bias(same, device=device), expected)
+        for same in (a.astype(a.dtype.newbyteorder()), np.asfortranarray(a), np.repeat(a, 2, axis=-1)[..., ::2]):
+            assert np.array_equal(getattr(pc, f"conv{ndim}d_bias")(same, device=device), got)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -610,10 +574,21 @@ def test_training_and_evaluation_are_those_of_torch(place, name, dtype, summed):
     assert out.dtype == x.dtype and (out.is_contiguous() or (layer.last and out.movedim(1, -1).is_contiguous()))
 
 
-def test_a_frozen_batch_norm_keeps_its_statistics(place):
+CHANGES = {
+    "frozen statistics": lambda bn: bn.eval(), "no beta": lambda bn: setattr(bn, "bias", None),
+    "a counter alone": lambda bn: [setattr(bn, name, None) for name in ("running_mean", "running_var")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_batch_norm_that_is_changed(place, change):
+    """One without running statistics takes the batch's in evaluation too, and may have a counter nevertheless, which counts in training alone."""
     fused, reference = LAYERS["general"].pair("float64", place)
-    fused.bn.eval(), reference.bn.eval()
-    check_step(fused, reference, LAYERS["general"].input("float64", place), "float64")
+    for training in (False, True, False):
+        for one in (fused, reference):
+            CHANGES[change](one.train(training).bn)
+        check_step(fused, reference, LAYERS["general"].input("float64", place), "float64")
+    assert int(fused.bn.num_batches_tracked) == (change != "frozen statistics")
 
 
 @pytest.mark.parametrize("name", ["general", "same, uneven"])
@@ -629,42 +604,6 @@ def test_options_that_are_set_later(place, name):
         for training in (True, False):
             fused.train(training), reference.train(training)
             check_step(fused, reference, layer.input("float64", place), "float64")
-
-
-def test_batches_are_counted_in_training_alone(place):
-    """A batch normalisation without running statistics, which takes the batch's in evaluation too, may have a counter nevertheless."""
-    fused, reference = LAYERS["general"].pair("float64", place)
-    for bn in (fused.bn, reference.bn):
-        bn.running_mean = bn.running_var = None
-    for training in (False, True, False):
-        fused.train(training), reference.train(training)
-        check_step(fused, reference, LAYERS["general"].input("float64", place), "float64")
-    assert int(fused.bn.num_batches_tracked) == 1
-
-
-@pytest.mark.parametrize("summed", [False, True], ids=["alone", "with a residual"])
-def test_gradients_by_differences(place, summed):
-    layer = LAYERS["general"]
-    for training in (True, False):
-        fused, _ = layer.pair("float64", place)
-        fused.train(training)
-        names, values = zip(*fused.named_parameters(), strict=True)
-        given = [x := layer.input("float64", place, n=2), *residuals_of(fused, x, summed)]
-
-        def call(*operands, fused=fused, names=names):
-            arrays, parameters = operands[: 1 + summed], operands[1 + summed :]
-            return torch.func.functional_call(fused, dict(zip(names, parameters, strict=True)), arrays)
-
-        assert torch.autograd.gradcheck(call, (*given, *values), fast_mode=True)
-
-
-def test_a_batch_norm_without_beta(place):
-    conv, bn = nn.Conv2d(5, 17, 3, 2, 1).double(), nn.BatchNorm2d(17).double()
-    bn.bias = None
-    fused, reference = CLASSES[2].from_modules(conv, bn).to(place), Block(*copy.deepcopy((conv, bn))).to(place)
-    check_step(fused, reference, LAYERS["general"].input("float64", place), "float64")
-    fused.eval(), reference.eval()
-    check_step(fused, reference, LAYERS["general"].input("float64", place), "float64")
 
 
 def test_only_the_gradients_that_are_asked_for(place):
@@ -730,14 +669,11 @@ def test_a_batch_of_one_value_a_channel_is_refused_as_by_torch(place):
     fused = CLASSES[2](5, 17, 3).to(place)
     with pytest.raises(ValueError, match=r"Expected more than 1 value per channel when training, got input size torch.Size\(\[1, 17, 1, 1\]\)"):
         fused(torch.zeros(1, 5, 3, 3, device=place))
+    with pytest.raises(ValueError, match=r"expected 4D input \(got 3D input\)"):
+        fused(torch.zeros(5, 9, 6, device=place))
     assert int(fused.bn.num_batches_tracked) == 0
     with torch.no_grad():
         assert fused.eval()(torch.zeros(1, 5, 3, 3, device=place)).shape == (1, 17, 1, 1)
-
-
-def test_arrays_without_a_batch_are_refused(place):
-    with pytest.raises(ValueError, match=r"expected 4D input \(got 3D input\)"):
-        CLASSES[2](5, 17, 3).to(place)(torch.zeros(5, 9, 6, device=place))
 
 
 def test_an_empty_batch(place):
@@ -874,44 +810,6 @@ def test_a_residual_of_another_form_is_added_by_torch_s_rules(place, kind):
     near(*(torch.autograd.grad(y.sum(), x)[0] for y in (out, expected)), 64 * TOLERANCE["float32"])
 
 
-@pytest.mark.parametrize("evaluated", [False, True], ids=["trained", "evaluated"])
-def test_a_residual_where_torch_sees_operators(place, monkeypatch, evaluated):
-    """There the sum is torch's, which rounds what the batch norm makes first."""
-    layer, found = LAYERS["general"], []
-    for traced in (False, True):
-        with monkeypatch.context() as patch:
-            if traced:
-                trace_all(patch)
-            fused, _ = layer.pair("float32", place)
-            x = layer.input("float32", place)
-            residual = residual_for(fused(x).detach())
-            out = fused.train(not evaluated)(x, residual)
-            out.square().sum().backward()
-            with torch.no_grad():
-                found.append([out.detach(), x.grad, residual.grad, *(p.grad for p in fused.parameters()), *fused.buffers(), fused(x, residual)])
-    for one, other in zip(*found, strict=True):
-        near(one, other, TOLERANCE["float32"])
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_autocast_of_a_sum(place, dtype):
-    layer = LAYERS["channels last"]
-    fused, reference = layer.pair("float32", place)
-    x = layer.input("float32", place)
-    with torch.no_grad(), torch.autocast(place, TORCH_DTYPES[dtype]):
-        like = copy.deepcopy(fused)(x)
-    residual = residual_for(like)
-    with torch.autocast(place, TORCH_DTYPES[dtype]):
-        out = fused(x, residual)
-        wide = copy.deepcopy(fused)(x, residual.detach().float())
-    assert out.dtype is TORCH_DTYPES[dtype] and wide.dtype is torch.float32
-    expected = reference(x.detach().double(), residual.detach().double())
-    near(out, expected, TOLERANCE[dtype])
-    out.float().sum().backward()
-    assert x.grad.dtype is torch.float32 and residual.grad.dtype is TORCH_DTYPES[dtype]
-    assert torch.equal(residual.grad, (out > 0).to(residual.grad))
-
-
 def test_infinities_and_nans_of_a_sum(place):
     """As torch's: an infinity in dout is one in the residual's gradient where the mask lets it pass, and NaN in the result is no 0."""
     fused, _ = LAYERS["without affine"].pair("float32", place)
@@ -980,12 +878,6 @@ def test_sync_batch_norm_is_refused_wherever_it_comes_from():
         fused(torch.zeros(2, 3, 4, 4))
 
 
-def test_a_precision_that_is_none_is_refused():
-    with pytest.raises(ValueError, match="precision must be one of"):
-        CLASSES[2](3, 4, 1, precision="fp8")
-    assert "relu=True, precision='tf32'" in repr(CLASSES[2](3, 4, 1, precision="tf32"))
-
-
 # ---- torch's machinery
 
 
@@ -1014,44 +906,6 @@ def test_opcheck(place, last):
     check(operators.fused_inference.default, (*fixed, gamma, beta, *running, 1e-5, given))
 
 
-def test_operators_take_results_that_lie_otherwise(place):
-    """As a compiler of torch's may lay them out."""
-    fused, _ = LAYERS["channels last"].pair("float32", place)
-    x, how, operators = LAYERS["channels last"].input("float32", place).detach(), [1, 0, 1, 0, 1, *(1, 1, 1, 1) * 2], torch.ops.pycuda_conv
-    fixed, parameters = (x, fused.conv.weight.detach()), (fused.bn.weight.detach(), fused.bn.bias.detach())
-    y, statistics = operators.fused_statistics(*fixed, None, None, None, None, 0.1, 1e-5, how)
-    odd = y.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)
-    shifted = torch.zeros(y.numel() + 1, device=place)[1:].view_as(y.contiguous()).copy_(y)
-    for other in (odd, shifted):
-        found = operators.fused_conv_bn_relu(*fixed, None, *parameters, other, statistics, how)
-        near(found, operators.fused_conv_bn_relu(*fixed, None, *parameters, y, statistics, how), 1e-6)
-        for a, b in zip(
-            operators.fused_conv_bn_relu_backward(other, *fixed, *parameters, other, statistics, True, True, how),
-            operators.fused_conv_bn_relu_backward(y, *fixed, *parameters, y, statistics, True, True, how), strict=True,
-        ):  # fmt: skip
-            near(a, b, 1e-5)
-
-
-@pytest.mark.parametrize(("name", "dynamic"), [("cumulative", False), ("channels last", True)], ids=["static", "dynamic"])
-def test_compiled_as_one_graph(place, name, dynamic):
-    torch._dynamo.reset()
-    layer = LAYERS[name]
-    fused, _ = layer.pair("float32", place)
-    other = copy.deepcopy(fused)
-    graph = torch.compile(other, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-    for training in (True, True, False):
-        fused.train(training), other.train(training)
-        for n in (6, 7):
-            x, y = layer.input("float32", place, n=n), layer.input("float32", place, n=n)
-            a, b = fused(x), graph(y)
-            a.sum().backward(), b.sum().backward()
-            assert torch.equal(a, b) and a.stride() == b.stride() and torch.equal(x.grad, y.grad)
-            for one, two in zip((*fused.parameters(), *fused.buffers()), (*other.parameters(), *other.buffers()), strict=True):
-                assert torch.equal(one, two) and (one.grad is None or torch.equal(one.grad, two.grad))
-    with torch.no_grad():
-        assert torch.equal(fused(x), graph(x))
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
 @pytest.mark.parametrize("grad", [True, False])
 def test_traced_by_jit(place, grad):
@@ -1064,18 +918,22 @@ def test_traced_by_jit(place, grad):
             assert torch.equal(torch.jit.trace(module, x, check_trace=False)(other), module(other))
 
 
+@pytest.mark.pairs
+@pytest.mark.parametrize("summed", [False, True], ids=["alone", "with a residual"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_autocast(place, dtype):
+def test_autocast(place, dtype, summed):
     layer = LAYERS["channels last"]
     fused, reference = layer.pair("float32", place)
     x = layer.input("float32", place)
     with torch.autocast(place, TORCH_DTYPES[dtype]):
-        out = fused(x)
+        residual = residuals_of(fused, x, summed)
+        out = fused(x, *residual)
     assert out.dtype is TORCH_DTYPES[dtype]
-    expected = reference(x.detach().double())
+    expected = reference(*(one.detach().double() for one in (x, *residual)))
     near(out, expected, TOLERANCE[dtype])
     out.float().sum().backward()
     assert x.grad.dtype is torch.float32 and all(p.grad.dtype is torch.float32 for p in fused.parameters())
+    assert all(one.grad.dtype is out.dtype and torch.equal(one.grad, (out > 0).to(one.grad)) for one in residual)
     for got, ref in zip(fused.buffers(), reference.buffers(), strict=True):
         near(got, ref, TOLERANCE[dtype])
     fused.eval()

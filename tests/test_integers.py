@@ -224,17 +224,6 @@ def test_cupy_arrays_of_integers(dtype):
     np.testing.assert_array_equal(pc.conv2d(cupy.asarray(array), cupy.asarray(taps), dtype=dtype).get(), rounded(exact, dtype))
 
 
-@pytest.mark.gpu
-def test_large_host_arrays_in_chunks_of_rows():
-    """More than a chunk of one image: rows of a wrapped border come from the other end."""
-    rng = np.random.default_rng(17)
-    x, w = drawn(rng, "uint8", (6000, 9000)), rng.integers(-8, 9, (5, 5)).astype("f")
-    for mode, numpys in (("circular", "wrap"), ("reflect", "reflect"), ("replicate", "edge")):
-        y = pc.conv2d(x, w, padding=2, padding_mode=mode, dtype="int16")
-        exact = reference(False, 2, np.pad(x, 2, numpys)[None], w[None, None])[0]
-        np.testing.assert_array_equal(y, rounded(exact, "int16"))
-
-
 @pytest.mark.parametrize(("mode", "dtype"), by_turns(["zeros", "reflect", "constant", "circular"], ["uint8", "int8", "uint16", "int16"], rounds=2))
 def test_the_kernel_of_images_reads_and_writes_integers(device, dtype, mode):
     """Edge tiles, unrolled filters and others, planes of several channels, an epilogue; sums that are clipped and that are no numbers."""

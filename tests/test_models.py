@@ -66,16 +66,6 @@ def cpu(monkeypatch, stand_in, opencl):
 # ---- cases, rows, tables
 
 
-def test_what_is_measured():
-    texts = [str(case) for case in models.cases((), True, False)]
-    assert len(texts) == len(set(texts)) == 10 * 3 * 2 + 13 + 12 and "vae_decoder, 2 images, fp32, evaluated" in texts
-    assert {"resnet50, 1 image, fp32, evaluated", "resnet50, 256 images, bf16-nhwc, trained", "mobilenet_v2, 16 images, fp32, loss curve"} < set(texts)
-    assert "resnet50, 256 images, fp32, trained" not in texts
-    assert {case.what for case in models.cases((), True, True)} == {"evaluated", "trained"}
-    assert {case.what for case in models.cases((), False, False)} == {"evaluated"}
-    assert {case.mode for case in models.cases(("bf16", "fp64"), True, False)} == {"bf16", "fp64"}
-
-
 def test_cases_are_listed(capsys):
     assert main(["bench", "--models", "--training", "--list", "--only", "dense.* 32 .*(fp32|fp16)|256"]) == OK
     assert capsys.readouterr().out.splitlines() == [
@@ -108,18 +98,6 @@ def test_torchvision_that_is_missing_or_does_not_fit(monkeypatch):
     monkeypatch.setattr(networks, "require", lambda name: (_ for _ in ()).throw(RuntimeError("operator torchvision::nms does not exist")))
     with pytest.raises(ToolError, match=r"a torchvision that fits torch.*nms does not exist"):
         networks.torchvision()
-
-
-def test_sides_are_known_by_name():
-    def names(*given):
-        return [side.name for side in rivals.sides(*given)]
-
-    assert names("fp16-nhwc", True) == [LIGHT, EAGER]
-    assert names("fp16-nhwc", False) == [LIGHT, EAGER, INDUCTOR, COMPILED, OURS_REDUCED, REDUCED]
-    assert names("bf16", False, True)[-1] == rivals.AUTOTUNED
-    assert names("fp32", True) == [LIGHT, EAGER, rivals.EAGER_TF32]
-    assert names("fp32-nhwc", False)[-2:] == [rivals.EAGER_TF32, rivals.COMPILED_TF32]
-    assert all(side.captures == ("reduce" in side.name or "autotune" in side.name) for side in rivals.sides("fp32", False, True))
 
 
 def test_the_arithmetic_of_rows():
@@ -240,14 +218,6 @@ def test_a_step_is_of_its_mode(stand_in, mode, weights, inside):
 # ---- loss curves
 
 
-def test_inputs_are_perturbed_by_a_unit_of_rounding():
-    x = torch.randint(1, 9, (2, 3, 8, 8)).float().contiguous(memory_format=torch.channels_last)
-    assert training_steps.perturbed(torch, x, 0.5, 0) is x
-    one, same, other = (training_steps.perturbed(torch, x, 0.5, seed) for seed in (1, 1, 2))
-    assert torch.equal(one, same) and not torch.equal(one, other) and one.is_contiguous(memory_format=torch.channels_last)
-    assert set((one / x).unique().tolist()) == {0.5, 1.0, 1.5}
-
-
 @pytest.mark.parametrize("mode", ["fp32", "bf16-nhwc"])
 def test_a_loss_curve_like_torch_s_is_right_and_another_is_wrong(cpu, monkeypatch, mode):
     case = Case("loss curve", "net", 4, mode)
@@ -321,13 +291,6 @@ def test_what_is_wrong_is_told(cpu, monkeypatch, what):
     assert measure().verdict == "WRONG"
 
 
-def test_what_is_not_captured_has_no_time_of_a_graph(cpu, monkeypatch):
-    monkeypatch.setattr(models, "gpu_times", lambda *_, **__: ([[1.0], [1.0], [1.0]], "events"))
-    case = Case("evaluated", "net", 1, "fp32")
-    row = models.measure_evaluation(torch, case, cpu, Effort(rounds=1, seconds=0), 1, models.sides_of(case, True, False))
-    assert row.verdict == "ok, not captured" and not row.graph_ms and row.wall_ms[LIGHT] > 0
-
-
 @pytest.mark.parametrize("what", ["evaluated", "trained"])
 def test_a_rival_that_fails_is_left_out(cpu, monkeypatch, what):
     case, effort, right = Case(what, "net", 2, "bf16"), Effort(rounds=1, seconds=0), models.made
@@ -365,16 +328,6 @@ def test_networks_that_are_written_here(name, count, result):
     assert networks.input_shape(name) == made.shape and networks.most_images(name, 32) == made.images
 
 
-def test_a_time_reaches_every_image():
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = programs.unets.time_unet(torch, widths=(8, 16), groups=4, depth=1).eval()
-        x = torch.randn(1, 4, 8, 8).expand(2, -1, -1, -1)
-    with torch.no_grad():
-        a, b = model(x)
-    assert (a - b).abs().max() > 1e-4 * a.abs().max()
-
-
 def test_a_decoder_of_videos_gives_the_same_in_chunks():
     """And by this package's backend, whose convolutions take the zeros before the first frame as padding."""
     with torch.random.fork_rng():
@@ -389,16 +342,6 @@ def test_a_decoder_of_videos_gives_the_same_in_chunks():
         assert right.shape == (1, 3, 24, 24, 32) and torch.allclose(chunks(x), right, rtol=1e-10, atol=1e-12)
         light = torch.compile(whole, backend=backend, options={"mode": "light"})
         assert torch.allclose(light(x), right, rtol=1e-10, atol=1e-12)
-
-
-def test_memory_formats_of_volumes_and_signals():
-    assert rivals.format_of(torch, "fp16-nhwc") is torch.channels_last and rivals.format_of(torch, "fp32") is torch.contiguous_format
-    assert rivals.format_of(torch, "fp16-nhwc", 5) is torch.channels_last_3d
-    assert rivals.format_of(torch, "fp16-nhwc", 3) is torch.contiguous_format
-    layers = torch.nn.Sequential(torch.nn.Conv3d(4, 4, 3), torch.nn.Conv2d(4, 4, 3), torch.nn.Conv1d(4, 4, 3))
-    volume, plane, signal = (layer.weight for layer in rivals.laid_out(torch, layers, "bf16-nhwc"))
-    assert volume.is_contiguous(memory_format=torch.channels_last_3d) and plane.is_contiguous(memory_format=torch.channels_last)
-    assert signal.is_contiguous()
 
 
 class Drawn:
@@ -456,30 +399,6 @@ def test_the_share_of_convolutions(monkeypatch):
     assert math.isnan(rivals.convolutions_share(torch, lambda: None))
 
 
-@pytest.mark.parametrize("what", ["evaluated", "trained"])
-def test_first_calls_of_another_process(cpu, monkeypatch, what):
-    """What the child does, in this process."""
-    seen, right = [], rivals.made
-
-    def made(torch, model, side, mode):
-        seen.append(side.name)
-        return right(torch, model, side, mode)
-
-    for module in (models, training_steps):
-        monkeypatch.setattr(module, "made", made)
-    monkeypatch.setattr(models, "get_device", lambda place: cpu)
-    models.child(what, "net", "2", "fp32", "cpu", "3", EAGER, LIGHT)
-    assert seen == [LIGHT, EAGER]
-
-
-def test_what_each_process_does():
-    sides = models.sides_of(CASE, False, False)
-    found = ahead.parts([(CASE, sides), (TRAINED, models.sides_of(TRAINED, False, False))])
-    assert [[side.name for side in part.sides] for part in found[:2]] == [[LIGHT, EAGER, rivals.EAGER_TF32], [LIGHT, EAGER]]
-    assert [(part.case, [side.name for side in part.sides]) for part in found[2:6]] == [(CASE, [INDUCTOR]), (TRAINED, [INDUCTOR]), (CASE, [COMPILED]), (TRAINED, [COMPILED])]
-    assert sorted(side.name for part in found if part.case is CASE for side in part.sides) == sorted(side.name for side in sides)
-
-
 def test_processes_end_with_the_time(monkeypatch):
     """A process that takes too long is killed; what failed is not ready."""
     begun = []
@@ -513,18 +432,3 @@ def test_sides_that_were_not_compiled_in_time_are_left_out(cpu, caplog, tmp_path
     (row,) = json.loads(file.read_text())["rows"]
     assert row["wall_ms"].keys() == {LIGHT, EAGER}
     assert f"net, 2 images, bf16, evaluated: {COMPILED} is left out: it was not compiled in time" in caplog.text
-
-
-@pytest.mark.gpu
-def test_on_a_gpu(stand_in, capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(models, "EVALUATED", ("net",))
-    monkeypatch.setattr(ahead, "first_calls", lambda *_: set())  # other processes do not know the stand-in
-    own = models.sides_of
-    monkeypatch.setattr(models, "sides_of", lambda *given: [side for side in own(*given) if not side.captures])
-    file = tmp_path / "models.json"
-    assert main(["bench", "--models", "--training", "--json", str(file), "--seed", "1"]) == OK, capsys.readouterr().out
-    rows = json.loads(file.read_text())["rows"]
-    assert [row["what"] for row in rows] == ["evaluated"] * 3 + ["trained"] * 2 + ["loss curve"] * 2
-    for row in rows:
-        assert row["verdict"] == "ok"
-        assert (row["what"] == "loss curve" or row["step_ms" if row["what"] == "trained" else "graph_ms"][LIGHT] > 0)

@@ -3,7 +3,6 @@
 import doctest
 import importlib
 import itertools
-import os
 import re
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -65,10 +64,6 @@ def test_a_call_without_any_backend_says_what_is_missing(python_env):
     assert "pip install" in text and "PyOpenCL" in text
 
 
-def test_a_problem_needs_no_backend(python_env):
-    assert python(BLOCK + "import pycuda_conv as pc; print(pc.ConvProblem.forward(1, (1, 1, 3), (1, 1, 2)).result_shape)", python_env) == "(1, 1, 2)\n"
-
-
 def test_public_names_and_version():
     for name in pc.__all__:
         assert getattr(pc, name).__doc__
@@ -82,11 +77,6 @@ def test_numpy_computes_in_one_thread():
     """It was told so before it was loaded: a thread a processor in each worker, which spin while they wait, took twice the time."""
     threadpoolctl = pytest.importorskip("threadpoolctl")
     assert all(library["num_threads"] == 1 for library in threadpoolctl.threadpool_info() if library["internal_api"] == "openblas")
-
-
-def test_long_results_that_differ_are_told_at_once():
-    """Where CI is set, pytest would compare them line by line, for hours."""
-    assert not {"CI", "BUILD_NUMBER"} & set(os.environ)
 
 
 PACKAGE = Path(pc.__file__).parent
@@ -176,20 +166,6 @@ for t in threads: t.join(300)
 print(len(found), len(set(map(id, found + [get_device({device!r})]))))
 """
     assert python(code, fast_env) == "8 1\n"
-
-
-def test_a_thread_that_fails_leaves_the_others_alone(device):
-    x, w = np.ones((1, 1, 4), "f"), np.ones((1, 1, 2), "f")
-
-    def work(i):
-        if i % 2:
-            with pytest.raises(pc.ConvArgumentError):
-                pc.conv1d(x, w, out=np.empty((1, 1, 9), "f"), device=device)
-            return None
-        return pc.conv1d(x, w, device=device).tolist()
-
-    with ThreadPoolExecutor(4) as pool:
-        assert [r for r in pool.map(work, range(40)) if r] == [[[[2, 2, 2]]]] * 20
 
 
 def test_an_interrupted_call_waits_for_its_kernels_on_opencl(monkeypatch, opencl):

@@ -41,20 +41,6 @@ def test_a_problem_that_was_looked_up_is_found_in_another_process():
     assert subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True, timeout=900).stdout == "True\n"
 
 
-def test_problems_that_differ_in_one_field_are_told_apart():
-    problem = ConvProblem.forward(2, (8, 64, 56, 56), (64, 64, 3, 3), padding=1)
-    hash(problem)
-    others = [replace(problem, N=9), replace(problem, layout="NHWC"), replace(problem, has_residual=True), replace(problem, activation="relu")]
-    assert len({problem, *others}) == 5
-    assert all(hash(other) == hash(replace(other)) for other in others)
-
-
-def test_a_text_is_put_together_once(hopper):
-    problem = ConvProblem.forward(2, (8, 64, 56, 56), (64, 64, 3, 3), padding=1)
-    first, second = (engines.schedule(problem, engines.choose(problem, hopper), hopper).whole for _ in range(2))
-    assert all(a.source() is b.source() for one, other in zip(first, second, strict=True) for a, b in zip(one, other, strict=True))
-
-
 def test_a_choice_is_remembered_for_such_a_device_alone(hopper):
     small, old = Target("sm_90a"), Target("sm_80")
     small.multiprocessors = 16
@@ -129,13 +115,6 @@ def test_phases_that_repeat_one_are_planned_as_one(dtype, hopper, monkeypatch):
     problem = ConvProblem.transposed(2, (1, 64, 3, 3), (64, 3, 700, 701), (3,), stride=(700, 701), dtype=dtype, layout="NHWC")
     schedule = engines.schedule(problem, engines.choose(problem, hopper), hopper)
     assert sum(map(len, schedule.whole)) <= 3 and len(made) < 10
-
-
-def test_another_list_of_engines_chooses_anew(hopper, monkeypatch):
-    problem = ConvProblem.forward(2, (8, 64, 56, 56), (64, 64, 3, 3), padding=1)
-    engine = registry.engine_of(engines.choose(problem, hopper))
-    monkeypatch.setattr(registry, "ENGINES", tuple(one for one in registry.ENGINES if one is not engine))
-    assert registry.engine_of(registry.choose(problem, hopper)) is not engine
 
 
 def test_what_an_engine_chooses_is_among_what_it_compares(hopper):

@@ -85,12 +85,12 @@ def stand_ins_for_cuda(folder, into):
         subprocess.run([*build, "none.c", "-Wl,--no-as-needed", "-L.", "-lstand_ins", f"-Wl,-soname,{name}", "-o", name], cwd=into, check=True)
 
 
-@pytest.mark.parametrize("which", ["oldest", "newest"])
-def test_other_versions(request, fast_env, tmp_path, which):
-    """All calls of torch_calls.py. The version lies in a folder of its own before the installed one, without its libraries of CUDA."""
+@pytest.fixture(params=["oldest", "newest"])
+def version(request, tmp_path):
+    """Another torch in a folder of its own, which comes before the installed one, without its libraries of CUDA: which, and the paths."""
     if not request.config.getoption("--torch-versions"):
         pytest.skip("--torch-versions downloads them")
-    folder, wanted = tmp_path / "torch", f"torch=={oldest()}" if which == "oldest" else "torch"
+    folder, wanted = tmp_path / "torch", f"torch=={oldest()}" if request.param == "oldest" else "torch"
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-deps", "--no-compile", "--no-cache-dir"]
     try:
         done = subprocess.run([*pip, "--upgrade", "--target", str(folder), wanted], capture_output=True, text=True, timeout=300, check=False)
@@ -102,7 +102,12 @@ def test_other_versions(request, fast_env, tmp_path, which):
         stand_ins_for_cuda(folder, tmp_path / "cuda")
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"no compiler: {error}")
-    paths = {"PYTHONPATH": os.pathsep.join([str(folder), str(PACKAGE.parent), str(HERE)]), "LD_LIBRARY_PATH": str(tmp_path / "cuda")}
+    return request.param, {"PYTHONPATH": os.pathsep.join([str(folder), str(PACKAGE.parent), str(HERE)]), "LD_LIBRARY_PATH": str(tmp_path / "cuda")}
+
+
+def test_other_versions(fast_env, version):
+    """All calls of torch_calls.py."""
+    which, paths = version
     told = called(fast_env, PYCUDA_CONV_BACKEND="opencl", **paths)
     assert told.startswith("all ") and (which == "newest" or told.startswith(f"all {oldest()}"))
     print(told)

@@ -180,8 +180,3 @@ X, W = np.zeros((8, 9), np.float32), np.zeros((3, 3), np.float32)
 def test_what_does_not_go_together(name, arrays, options, text):
     with pytest.raises(ConvArgumentError, match=re.escape(text)):
         getattr(pc, name)(*arrays, **options, device="opencl")
-
-
-def test_channels_last_means_nothing_to_one_channel():
-    problem = ConvProblem.forward(2, X.shape, W.shape, layout="NHWC")
-    assert problem == ConvProblem.forward(2, X.shape, W.shape) and problem.order is None

@@ -236,13 +236,6 @@ def test_a_plan_is_for_the_device_that_it_was_made_for(device):
         again(asked, "cuda:99", model, *rest)
 
 
-def test_a_filter_of_an_unknown_library_is_not_pickled():
-    from pycuda_conv.arrays import InterfaceKind
-
-    with pytest.raises(TypeError, match=r"builtins\.object can't be pickled"):
-        InterfaceKind().to_pickle(object())
-
-
 def test_plans_go_to_workers(script):
     code = """
     import multiprocessing
