@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import io
 import logging
 import os
 import signal
@@ -10,14 +9,13 @@ import subprocess
 import sys
 import threading
 import time
-import zipfile
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from reference import python, started
 
 from pycuda_conv import tune
-from pycuda_conv.errors import BackendError, ConvArgumentError
+from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.runtime import cache, pocl
 from pycuda_conv.runtime.cache import Entry
 
@@ -426,14 +424,6 @@ def test_a_folder_that_vanishes_is_made_again(opencl, fast_env, tmp_path):
     assert calls(fast_env, folder, "vanish") == SUMS
 
 
-def test_without_any_folder_the_error_says_which_were_tried(monkeypatch, cache_folder):
-    reasons = iter(["Disk quota exceeded", "No space left on device"])
-    monkeypatch.setattr(pocl, "why_no_room", lambda folder: next(reasons))
-    with pytest.raises(BackendError, match=r"needs 8 MiB on a disk.*kernels: Disk quota exceeded; .*: No space left on device\)\. Make room"):
-        pocl.Workshop()
-    assert not list(cache_folder.rglob(".pocl-*"))
-
-
 @pytest.mark.parametrize(("name", "number", "told"), [
     ("posix_fallocate", errno.EDQUOT, "quota"), ("posix_fallocate", errno.ENOSPC, "No space"), ("posix_fallocate", errno.EIO, "error"),
 ])
@@ -446,27 +436,6 @@ def test_room_is_asked_for_by_reserving_it(monkeypatch, tmp_path, name, number, 
     monkeypatch.setattr(os, name, refuse)
     assert told in pocl.why_no_room(tmp_path) and not list(tmp_path.iterdir())
     assert "No such file" in pocl.why_no_room(tmp_path / "missing")
-
-
-def test_a_program_that_can_be_put_back_only_in_part_is_not_taken(monkeypatch, cache_folder):
-    data = io.BytesIO()
-    with zipfile.ZipFile(data, "w") as archive:
-        archive.writestr("AB/CD/program.bc", b"first")
-        archive.writestr("AB/CD/second", b"second")
-    entry = Entry(("program",), ".pocl")
-    entry.write(data.getvalue())
-    workshop, extract, taken = pocl.Workshop(), zipfile.ZipFile.extract, []
-
-    def full(archive, name, folder):
-        taken.append(extract(archive, name, folder))
-        if len(taken) == 2:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(zipfile.ZipFile, "extract", full)
-    with pytest.raises(BackendError, match="No space left"):
-        pocl.Program(workshop, entry)
-    assert len(taken) == 2 and not any(map(os.path.exists, taken))
-    monkeypatch.undo()
 
 
 def test_without_a_home_nothing_is_kept_and_nothing_is_written_beside_the_program(monkeypatch, tmp_path, caplog):

@@ -603,53 +603,9 @@ def test_methods_are_replaced(kind, how):
                 assert len(chains()) == len(FOUND) - (name == "forward")
 
 
-@WAYS
-def test_hooks_set_before(kind, how):
-    x = images(2, 3, 6, 6)
-    for hook in (
-        lambda m: m[0].register_forward_hook(lambda m, i, o: 2 * o), lambda m: m[1].register_forward_pre_hook(lambda m, i: (3 * i[0],)),
-        lambda m: m[2].register_forward_hook(lambda m, i, o: o + 1), lambda m: m[1].register_full_backward_hook(lambda m, i, o: (2 * i[0],)),
-    ):
-        for train in trainings(kind, how):
-            torch._dynamo.reset()
-            a = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).train(train)
-            b = copy.deepcopy(a)
-            hook(a), hook(b)
-            f = compiled(prepared(kind, b), how)
-            ya, yb = a(x), f(x)
-            assert close(ya, yb)
-            ya.square().sum().backward(), yb.square().sum().backward()
-            assert close(a[0].weight.grad, b[0].weight.grad)
-
-
 class Twice(nn.Module):
     def forward(self, w):
         return 2 * w
-
-
-@WAYS
-@pytest.mark.parametrize("part", [0, 1], ids=["convolution", "norm"])
-def test_parametrizations(part, kind, how):
-    from torch.nn.utils import parametrize
-
-    x = images(2, 3, 6, 6)
-    for when in ("before", "after"):
-        torch._dynamo.reset()
-        FOUND.clear()
-        a = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).eval()
-        b = copy.deepcopy(a)
-        if when == "before":
-            parametrize.register_parametrization(b[part], "weight", Twice())
-        f = compiled(prepared(kind, b), how)
-        with torch.no_grad():
-            if when == "after":
-                f(x)
-                parametrize.register_parametrization(b[part], "weight", Twice())
-            parametrize.register_parametrization(a[part], "weight", Twice())
-            assert close(f(x), a(x)) and len(chains()) == len(FOUND)
-            for one in (a, b):
-                parametrize.remove_parametrizations(one[part], "weight")
-            assert close(f(x), a(x)) and len(chains()) == len(FOUND)
 
 
 # ---- gradients
@@ -1029,20 +985,6 @@ def test_second_derivatives_through_casts_in_light_mode():
     torch.testing.assert_close(second, 6 * w[0].detach(), rtol=0.02, atol=0.02)
     torch.library.opcheck(torch.ops.pycuda_conv.narrowed.default, ([one.detach() for one in w], True))
     torch.library.opcheck(torch.ops.pycuda_conv.widened.default, ([one.detach().half() for one in w],))
-
-
-@pytest.mark.parametrize("how", HOWS)
-def test_transforms_of_torch_func(how):
-    m = moved(nn.Sequential(conv_bn(4, 4), nn.ReLU(), nn.Conv2d(4, 4, 1))).eval()
-    x = images()
-    with torch.no_grad():
-        f = compiled(lambda p, z: torch.func.functional_call(m, p, (z,)), how)
-        assert close(f(dict(m.named_parameters()), x), m(x)) and len(chains()) == 1
-        f = compiled(torch.func.vmap(lambda z: m(z[None])[0]), how)
-        assert close(f(x), m(x))
-    torch._dynamo.reset()
-    f = compiled(torch.func.grad(lambda z: m(z).square().sum()), how)
-    assert close(f(x), torch.func.grad(lambda z: m(z).square().sum())(x))
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -135,15 +135,6 @@ def test_without_input_channels_the_result_is_the_bias(device, ndim, bias):
     assert np.array_equal(got, expected)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "tf32"])
-def test_precision_bounds_the_error(device, precision):
-    case = fprop((2, 33, 9, 8), (17, 33, 3, 3), padding=1)
-    arrays = case.normals("float32")
-    got, ref = call(case, *arrays, device, precision=precision), case.reference(*arrays)
-    magnitude = case.reference(*(np.abs(a) for a in arrays))
-    assert (np.abs(got - ref) <= (2.0**-9 if precision == "tf32" else 2.0**-20) * magnitude).all()
-
-
 # ---- where the arrays lie
 
 LAYOUTS = {
@@ -194,22 +185,6 @@ def test_channels_last_with_one_channel_or_one_pixel(device):
         x, w = (torch.randint(-8, 9, s).float().contiguous(memory_format=torch.channels_last) for s in (shape, weight))
         got = pc.conv2d(x, w, padding=1, device=device)
         assert got.is_contiguous() and torch.equal(got, F.conv2d(x, w, padding=1))
-
-
-def test_the_gradient_of_a_filter_of_one_channel_is_planned_for_the_other_array_s_layout(monkeypatch):
-    """The images lie in either layout, and the gradient of the result, which may be much larger, is not copied."""
-    planned = []
-
-    def plan(call, kind, signatures, device, layout, tune):
-        planned.append(layout)
-        raise NotImplementedError
-
-    monkeypatch.setattr(dispatch, "plan_for_call", plan)
-    y = torch.zeros(2, 3, 4, 5)
-    for c, dy in ((1, y), (1, y.contiguous(memory_format=torch.channels_last)), (2, y.contiguous(memory_format=torch.channels_last))):
-        with pytest.raises(NotImplementedError):
-            pc.conv2d_weight(torch.zeros(2, c, 4, 5), (3, c, 3, 3), dy, padding=1)
-    assert planned == ["NCHW", "NHWC", "NCHW"]
 
 
 @pytest.mark.pairs
@@ -446,15 +421,6 @@ def test_a_filter_with_its_channels_last_is_read_where_it_lies_by_kernels_that_c
         assert launched(w, packed=(x, x.data_ptr())) == (True, False) and seen["packed"] == x.data_ptr()
 
 
-def test_every_kind_of_tensor_can_be_filled():
-    values = torch.arange(24.0).reshape(2, 3, 2, 2)
-    with torch.inference_mode():
-        inference = torch.zeros(2, 3, 2, 2)
-    for out in (channels_last(torch.zeros(2, 3, 2, 2)), torch.zeros(2, 3, 2, 2, requires_grad=True), inference):
-        TorchKind().fill(out, values)
-        assert torch.equal(out, values)
-
-
 def test_out_beside_the_input_in_one_buffer(device):
     """Neighbours do not overlap."""
     x, w, b = CASE.integers("float32")
@@ -472,23 +438,6 @@ def test_results_do_not_share_memory(device):
     second = call(CASE, *(-a for a in arrays), device)
     assert not np.shares_memory(first, second)
     assert np.array_equal(first, kept) and first.flags.writeable
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("transposed", "ndim"), FUNCTIONS, ids=NAMES.values())
-def test_transposed_is_the_adjoint(device, transposed, ndim, dtype):
-    """<conv(x), y> = <x, conv_transpose(y)>, exactly in integers."""
-    options = {"stride": 2, "padding": 1, "dilation": (2, 1, 1)[-ndim:], "groups": 2}
-    case = small(False, ndim, **options)
-    x, w, _ = case.integers("float64")
-    rng = np.random.default_rng(3)
-    y = rng.integers(-2, 3, case.problem().result_shape).astype(dtype)
-    x, w = np.sign(x).astype(dtype), np.sign(w).astype(dtype)  # sums up to 256 are exact in bfloat16
-    forward = getattr(pc, f"conv{ndim}d")(x, w, **options, device=device)
-    lost = [n - m for n, m in zip(x.shape[2:], np.shape(getattr(pc, f"conv_transpose{ndim}d")(y, w, **options, device=device))[2:], strict=True)]
-    back = getattr(pc, f"conv_transpose{ndim}d")(y, w, **options, output_padding=tuple(lost), device=device)
-    assert back.shape == x.shape
-    assert np.vdot(forward.astype("f8"), y.astype("f8")) == np.vdot(x.astype("f8"), back.astype("f8"))
 
 
 def test_half_sums_are_kept_in_float32(device):

@@ -619,26 +619,6 @@ def test_only_the_gradients_that_are_asked_for(place):
         assert torch.equal(asked.grad, parameter.grad) and sum(p.grad is not None for p in fused.parameters()) == 1
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("evaluated", [False, True], ids=["trained", "evaluated"])
-def test_filters_with_their_channels_last_give_the_same_bits(place, dtype, evaluated):
-    """They are read, or packed, from where they lie."""
-    found = []
-    for order in (torch.contiguous_format, torch.channels_last):
-        torch.manual_seed(3)
-        layer = CLASSES[2](64, 72, 3, padding=1, bias=False).to(place, TORCH_DTYPES[dtype]).train(not evaluated)
-        layer.conv.weight.data = layer.conv.weight.data.contiguous(memory_format=order)
-        size = (1, 64, 6, 7) if place == "cpu" else (4, 64, 20, 18)  # which a GPU gives to its tensor cores
-        x = torch.randn(*size, generator=torch.Generator().manual_seed(1)).to(place, TORCH_DTYPES[dtype])
-        x = x.contiguous(memory_format=torch.channels_last).requires_grad_(not evaluated)
-        with torch.set_grad_enabled(not evaluated):
-            y = layer(x)
-        grads = [] if evaluated else torch.autograd.grad(y.square().sum() / 16, (x, layer.conv.weight))
-        found.append([y.detach(), *grads])
-    assert layer.conv.weight.is_contiguous(memory_format=torch.channels_last)
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-
-
 @pytest.mark.parametrize("name", ["general", "without affine", "without tracking", "cumulative", "channels last", "1-d, groups, channels last"])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_operators_give_the_same_bits(place, monkeypatch, name, dtype):
@@ -745,21 +725,6 @@ def test_a_residual_that_is_the_input_too(place):
     fused(x, x).backward(dout)
     reference(wide, wide).backward(dout)
     near(x.grad, wide.grad, TOLERANCE["float64"])
-
-
-def test_several_gradients_are_asked_for_at_once(place):
-    layer = LAYERS["general"]
-    fused, reference = layer.pair("float64", place)
-    x = layer.input("float64", place)
-    residual = residual_for(fused(x).detach())
-    several = torch.stack([residual.detach(), residual.detach().flip(0)])
-    operands = (x, residual, fused.conv.weight, fused.bn.weight), (x, residual, reference.conv.weight, reference.bn.weight)
-    found = [
-        torch.autograd.grad(made(x, residual), given, several, is_grads_batched=True)
-        for made, given in zip((fused, reference), operands, strict=True)
-    ]
-    for got, ref in zip(*found, strict=True):
-        near(got, ref, TOLERANCE["float64"])
 
 
 @pytest.mark.parametrize("with_residual", [False, True])

@@ -1,6 +1,5 @@
 """``bench --suite``: KernelBench's layers and drawn ones, torch's ways, means and pages. Times are a GPU's; the rest is not."""
 
-import time
 from collections import Counter
 from dataclasses import replace
 
@@ -8,15 +7,12 @@ import pytest
 import torch
 
 import pycuda_conv as pc
-from pycuda_conv import ConvProblem, engines, tune
+from pycuda_conv import ConvProblem
 from pycuda_conv.cli import main
 from pycuda_conv.runtime import get_device
-from pycuda_conv.runtime.target import Target
 from pycuda_conv.tools import plots, report
-from pycuda_conv.tools.benchmarks import energybench, numbersbench, pages
 from pycuda_conv.tools.benchmarks import layerbench as bench
-from pycuda_conv.tools.terminal import ToolError
-from pycuda_conv.tune import lookup
+from pycuda_conv.tools.benchmarks import numbersbench, pages
 
 MACHINE = {"command": "a command", "date": "2026-11-29T00:00", "GPU": "a GPU, of some kind", "torch": "2.0", "method": "a clock"}
 
@@ -95,18 +91,6 @@ def test_the_chart_of_time_and_error(tmp_path):
     assert "ours, fp32" in text and bench.IEEE in text and "a GPU, 2026-11-29" in text
 
 
-def test_without_measured_choices(tmp_path, monkeypatch):
-    table = tune.Table(tmp_path / "own.json")
-    monkeypatch.setattr(tune, "user_table", lambda: table)
-    problem, device = ConvProblem.forward(2, (64, 64, 56, 56), (64, 64, 3, 3), padding=1), Target("sm_90a")
-    config = engines.choose(problem, device)
-    tune.store(problem, device, tune.Choice(config, 1.0))
-    with tune.untuned():
-        assert lookup(problem, device) is None
-    with tune.untuned(False):
-        assert lookup(problem, device).config == config
-
-
 @pytest.mark.parametrize("words, message", [
     ("--suite drawn --host", "--suite drawn and --host are two benchmarks"), ("--suite kernelbench --mode fp16", "--mode is not for --suite"),
     ("--suite drawn --only x", "--only is not for --suite"), ("--suite numbers --mode fp16", "--mode is not for --suite"), ("--draw 3 --suite kernelbench", "--draw goes with --models and --suite drawn only"),
@@ -114,15 +98,6 @@ def test_without_measured_choices(tmp_path, monkeypatch):
 def test_options_that_do_not_go_together(words, message, capsys):
     assert main(["bench", *words.split()]) == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.gpu
-def test_on_a_gpu(capsys, tmp_path):
-    assert main(["bench", "--suite", "kernelbench", "--only", "72_conv|86_conv_dep", "--json", str(tmp_path / "x.json")]) == 0
-    out = capsys.readouterr().out
-    assert "our fp32 over torch's default, which is TF32" in out and (tmp_path / "x.json").stat().st_size > 1000
-    assert main(["bench", "--suite", "drawn", "--mode", "tf32-nhwc", "--draw", "1", "--seed", "3", "--seconds", "20"]) == 0
-    assert "tf32-nhwc" in capsys.readouterr().out and pc.__version__
 
 
 def test_pages_say_of_which_kernels_their_figures_are(tmp_path, monkeypatch, capsys):
@@ -147,16 +122,3 @@ def test_pages_say_of_which_kernels_their_figures_are(tmp_path, monkeypatch, cap
     assert [one.split(":")[0] for one in pages.outdated(tmp_path)] == ["docs/results.md, results", "docs/results.md, host", "README.md, drawn"]
     assert {command[0] for command in pages.COMMANDS.values()} == {"bench", "verify"}
     pages.digest.cache_clear()
-
-
-def test_energy_of_a_pass():
-    """Of a counter that moves as time does; a driver without the library is an error in words."""
-    class Fake:
-        def joules(self):
-            return 50 * time.perf_counter()
-
-    joules, seconds = energybench.measured(Fake(), lambda: None, lambda: time.sleep(0.001), 0.2)
-    assert joules == pytest.approx(50 * seconds, rel=0.2) and 0.001 < seconds < 0.1
-    assert energybench.Row("what", "way", 3.0, 10.0).watts == pytest.approx(300)
-    with pytest.raises(ToolError, match="NVML"):
-        energybench.Counter("0000:00:00.0")

@@ -1,10 +1,8 @@
 """Whole networks beside torch's: ``pycuda-conv bench --models``. Small networks stand in for torchvision's."""
 
 import copy
-import itertools
 import json
 import math
-import sys
 import time
 from types import SimpleNamespace
 
@@ -16,7 +14,7 @@ from pycuda_conv.timing import Effort
 from pycuda_conv.tools import ahead, bench, model_rows, models, networks, programs, report, rivals, training_steps
 from pycuda_conv.tools.model_rows import Case, Curve, Evaluated, Trained
 from pycuda_conv.tools.rivals import COMPILED, EAGER, INDUCTOR, LIGHT, OURS_REDUCED, REDUCED, Side
-from pycuda_conv.tools.terminal import FAILED, OK, UNUSABLE, ToolError
+from pycuda_conv.tools.terminal import FAILED, OK, UNUSABLE
 
 CASE = Case("evaluated", "resnet50", 32, "fp32")
 TRAINED = Case("trained", "resnet50", 64, "fp32")
@@ -91,15 +89,6 @@ def test_what_cannot_be_measured_is_told_in_one_line(capsys, arguments, words):
     assert out == "" and err.count("\n") == 1 and words in err
 
 
-def test_torchvision_that_is_missing_or_does_not_fit(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchvision.models", None)
-    with pytest.raises(ToolError, match=r"torchvision is needed.*pip install torchvision"):
-        networks.torchvision()
-    monkeypatch.setattr(networks, "require", lambda name: (_ for _ in ()).throw(RuntimeError("operator torchvision::nms does not exist")))
-    with pytest.raises(ToolError, match=r"a torchvision that fits torch.*nms does not exist"):
-        networks.torchvision()
-
-
 def test_the_arithmetic_of_rows():
     times = {LIGHT: 2.0, EAGER: 3.0, REDUCED: 1.5, OURS_REDUCED: 1.2}
     evaluated = Evaluated(CASE, "ok", times, {LIGHT: 1.0, INDUCTOR: 0.8, EAGER: 4.0, COMPILED: 1.2}, {LIGHT: 1e-7, INDUCTOR: 3e-7, EAGER: 2e-7}, {}, 53)
@@ -134,25 +123,6 @@ def test_means_are_of_what_is_right():
     assert "| resnet50 | 32 | fp32 | - | - | 1.00 | - | - | 2.00 | 2.00 |" in text and "nan" not in text
     front = model_rows.excerpt({"command": "c", "date": "2026-01-01T", "GPU": "g, x", "torch": "2", "method": "m"}, rows)
     assert "resnet50 (32 images, fp32) 8.00 / -. Measured by `c`" in front and front.count("resnet50") == 2 and "nan" not in front
-
-
-def test_rounds_by_turns(monkeypatch):
-    """A clock that stands still but for what calls take."""
-    now, order = [0.0], []
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-
-    def call(name, *seconds):
-        rounds = itertools.cycle(seconds)
-
-        def made():
-            order.append(name)
-            now[0] += next(rounds)
-
-        return made
-
-    ours, theirs = models._host_times([call("ours", models.ROUND / 1.5), call("torch", 2 * models.ROUND, 4 * models.ROUND)], lambda: None, Effort(rounds=4, seconds=0))
-    assert ours == pytest.approx(models.ROUND / 1.5 * 1e3) and theirs == pytest.approx(3 * models.ROUND * 1e3)
-    assert order[-12:] == ["ours", "ours", "torch"] * 4
 
 
 # ---- networks
@@ -383,22 +353,6 @@ def test_networks_are_drawn(cpu, monkeypatch, capsys):
     assert "timm:b: convolutions are 20% of torch eager's time" in err and "timm:d: ToolError: its results are not finite in float16" in err
 
 
-def test_the_share_of_convolutions(monkeypatch):
-    class Event:
-        def __init__(self, key, own, whole, on="CPU"):
-            self.key, self.self_device_time_total, self.device_time_total = key, own, whole
-            self.device_type = getattr(torch.autograd.DeviceType, on)
-
-    events = [Event("aten::convolution", 0, 30), Event("aten::cudnn_convolution", 30, 30), Event("aten::relu", 70, 70)]
-    events += [Event("void cudnn::kernel", 30, 30, "CUDA"), Event("void relu_kernel", 70, 70, "CUDA")]  # the same time, of kernels
-    monkeypatch.setattr(torch.autograd.profiler.profile, "key_averages", lambda self: events)
-    monkeypatch.setattr(torch.profiler.profile, "key_averages", lambda self: events)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    assert rivals.convolutions_share(torch, lambda: None) == 0.3
-    events.clear()
-    assert math.isnan(rivals.convolutions_share(torch, lambda: None))
-
-
 def test_processes_end_with_the_time(monkeypatch):
     """A process that takes too long is killed; what failed is not ready."""
     begun = []
@@ -424,11 +378,3 @@ def test_no_case_is_begun_after_the_time(cpu, capsys, tmp_path, monkeypatch):
     assert "2 of 2 cases were not begun within 0.001 s" in capsys.readouterr().out and not file.exists()
     assert main(["bench", "--cold", "--seconds", "3"]) == UNUSABLE
     assert "--seconds is not for --cold" in capsys.readouterr().err
-
-
-def test_sides_that_were_not_compiled_in_time_are_left_out(cpu, caplog, tmp_path):
-    file = tmp_path / "models.json"
-    assert main(["bench", "--models", "net", "--mode", "bf16", "--seconds", "100", "--json", str(file)]) == OK
-    (row,) = json.loads(file.read_text())["rows"]
-    assert row["wall_ms"].keys() == {LIGHT, EAGER}
-    assert f"net, 2 images, bf16, evaluated: {COMPILED} is left out: it was not compiled in time" in caplog.text

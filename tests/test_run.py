@@ -399,35 +399,6 @@ def test_named_filters_against_float64(command, device, name):
         assert np.array_equal(np.asarray(Image.open("b.png")), picture)
 
 
-@pytest.mark.parametrize("mode", ["L", "LA", "RGB", "RGBA", "1", "P", "CMYK", "I;16"])
-def test_kinds_of_pictures(command, opencl, mode):
-    base = Image.fromarray(pixels(channels=4))
-    if mode == "I;16":
-        source = Image.fromarray(pixels(channels=1, dtype=np.uint16))
-    else:
-        source = base.convert("RGB").convert(mode) if mode in ("1", "P", "CMYK") else base.convert(mode)
-    name = "a.tif" if mode == "CMYK" else "a.png"
-    source.save(name)
-    assert command("run", "--filter", "sharpen", name, "b.png", "--device", "opencl")[0] == OK
-    seen = {"P": "RGB", "CMYK": "RGB"}.get(mode, mode)
-    given = np.asarray(source if seen == mode else source.convert(seen))
-    with Image.open("b.png") as image:
-        assert image.mode == seen
-        found = np.asarray(image)
-    if seen.endswith("A"):
-        assert np.array_equal(found[..., -1], given[..., -1])  # transparency is kept
-        found, given = found[..., :-1], given[..., :-1]
-    assert found.dtype == given.dtype
-    if mode == "1":
-        found, given = (255 * one.astype(np.uint8) for one in (found, given))
-        bright = correlate(given.astype(float), run.FILTERS["sharpen"].astype(float), mode="nearest") >= 128
-        assert np.array_equal(found > 0, bright)
-    elif seen.endswith("A") or mode in ("LA", "RGBA"):
-        assert found.shape == given.shape  # tests/test_pictures.py has the rule of transparency
-    else:
-        check(found, given, run.FILTERS["sharpen"])
-
-
 def png_16_bit(array):
     """A PNG of 16-bit pixels, rows stored as they are."""
     def chunk(kind, data):
@@ -439,42 +410,12 @@ def png_16_bit(array):
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
 
 
-@pytest.mark.parametrize("channels", [3, 4])
-@pytest.mark.parametrize("name", ["identity", "blur"])
-def test_16_bit_colours_stay_16_bit(command, device, channels, name):
-    imagecodecs = pytest.importorskip("imagecodecs")
-    picture = pixels(channels=channels, dtype=np.uint16)
-    Path("a.png").write_bytes(png_16_bit(picture))
-    status, out, _ = command("run", "--filter", name, "a.png", "b.png", "--device", device)
-    assert status == OK and "16-bit RGB" in out
-    found = imagecodecs.png_decode(Path("b.png").read_bytes())
-    assert found.dtype == np.uint16 and found.shape == picture.shape
-    if channels == 3:
-        check(found, picture, run.FILTERS[name])
-    else:
-        assert np.array_equal(found[..., 3], picture[..., 3]) and (name == "blur" or np.array_equal(found, picture))
-    with Image.open("b.png") as image:  # as another reader sees it: the high bytes
-        assert np.array_equal(np.asarray(image)[..., :3], found[..., :3] >> 8)
-
-
 def test_16_bit_colours_are_never_cut_in_silence(command, opencl):
     pytest.importorskip("imagecodecs")
     Path("a.png").write_bytes(png_16_bit(pixels(channels=3, dtype=np.uint16)))
     for wanted in ("b.jpg", "b.webp", "b.avif", "b.bmp", "b.gif", "b.ppm"):
         status, out, err = command("run", "--filter", "blur", "a.png", wanted, "--device", "opencl")
         assert (status, out, err.count("\n")) == (UNUSABLE, "", 1) and "16-bit RGB does not fit" in err and names() == ["a.png"]
-
-
-def test_a_jpeg_keeps_its_profile_and_notes(command, opencl):
-    exif = Image.Exif()
-    exif[0x0112] = 6  # turned on its side
-    smooth = np.linspace(0, 255, 64 * 48 * 3).reshape(48, 64, 3).astype(np.uint8)
-    Image.fromarray(smooth).save("a.jpg", icc_profile=b"some profile", exif=exif, quality=95)
-    assert command("run", "--filter", "blur", "a.jpg", "b.jpg", "--device", "opencl")[0] == OK
-    with Image.open("a.jpg") as a, Image.open("b.jpg") as b:
-        assert b.size == a.size[::-1] and b.info["icc_profile"] == b"some profile" and b.getexif().get(0x0112, 1) == 1  # it is upright
-        check_near = np.abs(np.asarray(ImageOps.exif_transpose(a)).astype(int) - np.asarray(b)).max()
-    assert check_near < 12
 
 
 @pytest.mark.parametrize("shape, flags", [((3, 5), ""), ((1, 1, 4, 2), ""), ((3, 3), "--dilation 3"), ((3, 3), "--dilation 2,1"), ((60, 1), ""), ((3, 3), "--bias b.npy")])

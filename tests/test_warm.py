@@ -71,11 +71,6 @@ def test_shipped_kernels_serve_their_gpus(shipped):
     assert binaries.shipped(TEXT + " ", "sm_80") is None
 
 
-def test_kernels_of_other_headers_are_not_taken(shipped, monkeypatch):
-    monkeypatch.setattr(binaries, "headers", lambda: "another")
-    assert binaries.shipped(TEXT, "sm_80") is None
-
-
 @pytest.mark.parametrize("where", [0.05, 0.5])
 def test_a_damaged_shipped_kernel_is_compiled(shipped, caplog, where):
     data = bytearray(shipped.read_bytes())
@@ -91,11 +86,6 @@ def test_a_damaged_shipped_kernel_is_compiled(shipped, caplog, where):
 def test_a_damaged_archive_is_none(shipped, caplog, damage):
     shipped.write_bytes(damage(shipped.read_bytes()))
     assert binaries.shipped(TEXT, "sm_80") is None and "can't be read" in caplog.text
-
-
-def test_no_archive_is_said_nothing_about(shipped, caplog):
-    shipped.unlink()
-    assert binaries.shipped(TEXT, "sm_80") is None and not caplog.text
 
 
 @pytest.mark.skipif(not (nvcc() or nvrtc()), reason="no compiler of CUDA C is installed")
@@ -139,14 +129,6 @@ def test_random_problems_are_of_all_families_and_the_same_again():
 def test_what_is_no_architecture_is_refused(name):
     with pytest.raises(BackendError, match="a GPU's architecture is"):
         Target(name)
-
-
-def test_targets(monkeypatch):
-    some = list(warm.networks())[::50]
-    monkeypatch.setattr(warm, "networks", lambda: iter(some))
-    assert Target("sm_90a").capability == (9, 0) and Target("sm_120").capability == (12, 0)
-    assert {text.arch for text in warm.most_used(Target("sm_90a"), 10**6, 2)} == {"sm_90", "sm_90a"}
-    assert {text.arch for text in warm.most_used(Target("sm_86"), 10**6, 2)} == {"sm_86"}
 
 
 def test_an_archive_is_found_again_and_has_the_same_bytes_every_time(tmp_path, monkeypatch):
