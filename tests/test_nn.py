@@ -285,26 +285,6 @@ def test_channels_last_comes_out_and_back(where, ndim):
 # ---- modules
 
 
-def module_inputs():
-    """torch's own samples of the modules; importing them is left to the test, for they live in a private module."""
-    try:
-        from torch.testing._internal.common_modules import module_db
-    except Exception as error:  # pragma: no cover
-        pytest.skip(f"torch's ModuleInfo database is not importable: {error}")
-    torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True  # see test_opinfo.py
-    return {info.module_cls.__name__: info for info in module_db if info.module_cls.__name__ in NAMES}
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_torch_s_samples_of_the_modules(where, name):
-    info = module_inputs()[name]
-    samples = info.module_inputs_func(info, device=where, dtype=torch.float64, requires_grad=True, training=True)
-    for sample in samples:
-        theirs, ours = pair(name, *sample.constructor_input.args, **sample.constructor_input.kwargs, where=where)
-        same_gradients(ours, theirs, sample.forward_input.args)
-
-
 def test_arguments_are_torch_s():
     for name in NAMES:
         theirs, ours = (list(inspect.signature(getattr(of, name)).parameters.values()) for of in (torch.nn, pn))

@@ -1265,11 +1265,3 @@ def test_autocast_gives_what_casts_give_on_a_gpu(on_gpu, name, wide, dtype):
         for one, ref in zip(found[:2], torch.autograd.grad(expected, cast, large), strict=False):
             assert torch.equal(one.isinf(), ref.isinf())
         assert layer.bias is None or found[2].isinf().all()
-    with torch.autocast("cuda", dtype):
-        got = layer(given)
-    first = torch.autograd.grad(got, leaves[:2], dy, create_graph=True)
-    again = torch.autograd.grad(sum(one.float().square().sum() for one in first), leaves[:2])
-    expected = pc.conv2d(*cast, stride=layer.stride, padding=layer.padding, groups=layer.groups)
-    first = torch.autograd.grad(expected, cast[:2], dy, create_graph=True)
-    for one, ref in zip(again, torch.autograd.grad(sum(one.float().square().sum() for one in first), cast[:2]), strict=True):
-        assert (one.float() - ref.float()).norm() <= 0.02 * ref.float().norm()

@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 from reference import channels_last
-from test_nn import close, pair, randn
+from test_nn import close, randn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -220,17 +220,6 @@ def test_fx_gives_what_else_is_an_argument(where):
             torch.fx.symbolic_trace(call)
 
 
-@pytest.mark.parametrize("options", [{}, {"padding_mode": "circular", "padding": 1}])
-@pytest.mark.parametrize("name", ["Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d"])
-def test_modules_are_traced_by_fx(where, name, options):
-    if "Transpose" in name and options:
-        pytest.skip("torch has zeros alone there")
-    _, ours = pair(name, 4, 6, 3, where=where, **options)
-    traced = torch.fx.symbolic_trace(torch.nn.Sequential(ours, torch.nn.ReLU()))
-    x = randn(2, 4, *(5,) * int(name[-2]), where=where, grad=False)
-    assert torch.equal(traced(x), ours(x).relu())
-
-
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_operations_are_counted(where, name):
     """In a backward pass each gradient takes as many as the convolution."""
@@ -357,17 +346,6 @@ def test_torch_compile_copies_no_list_of_modules(caplog, monkeypatch):
     finally:
         torch._logging.set_logs()
     assert "pycuda_conv" in caplog.text and ".modules" not in caplog.text
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_functions_are_exported(where):
-    class Layer(torch.nn.Module):
-        def forward(self, *tensors):
-            return ours(*tensors)
-
-    for name in FUNCTIONS:
-        ours, _, tensors = functions(where)[name]
-        close(torch.export.export(Layer(), tensors).module()(*tensors), ours(*tensors))
 
 
 def test_the_gradient_of_a_bias_has_gradients(where):
