@@ -96,7 +96,8 @@ class Filter:
         """How far from `ref` the rounding of an honest sum may lead."""
         dtype = x.dtype.name
         length = self.dy[0] * math.prod(self.dy[2:])
-        rounded = 6 * 2**-12 * np.sqrt(self.reference(x**2, dy**2)) if dtype == "float32" and precision == "tf32" else 0  # to TF32, six times the deviation
+        # to TF32, six times the deviation
+        rounded = 6 * 2**-12 * np.sqrt(self.reference(x**2, dy**2)) if dtype == "float32" and precision == "tf32" else 0
         return 4 * SUM_EPS[dtype] * math.sqrt(length) * self.reference(
             np.abs(x), np.abs(dy)
         ) + EPS[dtype] * np.abs(ref) + TINY[dtype] + rounded

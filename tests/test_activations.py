@@ -162,7 +162,10 @@ def test_a_layer_s_activation_is_computed_in_its_place(activation):
 @pytest.mark.parametrize(("case", "mode", "config"), GPU_RUNS, ids=ids_of(GPU_RUNS))
 def test_tensor_core_kernels(torch, case, mode, config, activation):
     for everything in (True, False):
-        check(Plan(finishing(asked(case, mode), activation, everything), "cuda", config=config), case, launched, "tf32" if "tf32" in mode else "")
+        check(
+            Plan(finishing(asked(case, mode), activation, everything), "cuda", config=config), case, launched,
+            "tf32" if "tf32" in mode else ""
+        )
 
 
 # ---- functions, plans, dask

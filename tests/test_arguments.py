@@ -126,7 +126,10 @@ def test_sizes_and_values_that_do_not_fit(refuses, function, arrays, options, te
 @pytest.mark.parametrize(("function", "arrays", "options", "text"), SIZES, ids=_size_ids)
 def test_torch_refuses_them_in_the_same_words(function, arrays, options, text):
     """For those below torch's own words change with the kernel it picks, or are about something else, and some it lets pass."""
-    ours = ("Only zero", "(11). Kernel", "Output size is too small", "expected dilation", "expected output_padding", "dilation should", "kernel size should", "without channels", "-dimensional weight for")
+    ours = (
+        "Only zero", "(11). Kernel", "Output size is too small", "expected dilation", "expected output_padding", "dilation should",
+        "kernel size should", "without channels", "-dimensional weight for"
+    )
     if any(part in text for part in ours):
         pytest.skip("torch has no words of its own for this")
     tensors = [torch.from_numpy(a.copy()) for a in arrays]
@@ -154,7 +157,9 @@ NOT_INTEGERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("number, name", by_turns(range(len(NOT_INTEGERS)), ["stride", "padding", "dilation", "groups", "output_padding"], rounds=2))
+@pytest.mark.parametrize(
+    "number, name", by_turns(range(len(NOT_INTEGERS)), ["stride", "padding", "dilation", "groups", "output_padding"], rounds=2)
+)
 def test_what_is_no_integer_is_refused_even_after_its_equal_was_accepted(refuses, device, name, number):
     value = NOT_INTEGERS[number]
     if name == "padding" and isinstance(value, str):
@@ -224,7 +229,9 @@ def test_masked_arrays_are_refused_with_the_reason(refuses, name):
 @pytest.mark.parametrize("function", ["conv2d", "conv_transpose2d"])
 def test_dtypes_without_a_kernel(refuses, function, dtype):
     x, w = zeros(1, 2, 4, 4, dtype=dtype), zeros(2, 2, 3, 3, dtype=dtype)
-    text = refuses(TypeError, r"^input has the type .*, but a convolution takes arrays of float16, .* and integers of 8 to 64 bits: ", function, x, w)
+    text = refuses(
+        TypeError, r"^input has the type .*, but a convolution takes arrays of float16, .* and integers of 8 to 64 bits: ", function, x, w
+    )
     assert x.dtype.name in text
     advice = {"str": "pass numbers", "void16": "ml_dtypes.bfloat16", "void": "one of its fields", "object": "input.astype('float64')"}
     for kind, words in advice.items():
@@ -255,7 +262,9 @@ def test_views_that_run_backwards_are_taken(device, name):
     residual = arrays.pop("residual")
     assert np.array_equal(plan.bind(arrays["weight"], arrays["bias"], arrays["scale"])(arrays["input"], residual=residual), expected)
     dy = rng.integers(-4, 5, residual.shape).astype("f")
-    assert np.array_equal(pc.conv2d_weight(_backwards(X + 1), W.shape, _backwards(dy), device=device), pc.conv2d_weight(X + 1, W.shape, dy, device=device))
+    assert np.array_equal(
+        pc.conv2d_weight(_backwards(X + 1), W.shape, _backwards(dy), device=device), pc.conv2d_weight(X + 1, W.shape, dy, device=device)
+    )
     assert np.array_equal(pc.conv2d_bias(_backwards(dy), device=device), dy.sum((0, 2, 3)))
 
 
@@ -448,7 +457,9 @@ def test_tensors_that_kernels_cannot_read(kind, gradients, device):
         with pytest.raises((TypeError, ConvArgumentError)) as raised:
             call()
         told = str(raised.value)
-        assert re.search(text, told) or (kind == "jagged" and "this plan takes" in told) or "should be the same in device" in told, (i, told)
+        assert re.search(text, told) or (
+            kind == "jagged" and "this plan takes" in told
+        ) or "should be the same in device" in told, (i, told)
 
 
 # ---- messages stay short
@@ -545,7 +556,9 @@ def test_what_makes_no_plan(device):
 
 
 def test_more_images_than_a_launch_can_take(device):
-    with pytest.raises(ConvArgumentError, match="too large for one launch of at most 2,147,483,647 blocks; convolve fewer images at a time"):
+    with pytest.raises(
+        ConvArgumentError, match="too large for one launch of at most 2,147,483,647 blocks; convolve fewer images at a time"
+    ):
         Plan(ConvProblem.forward(2, (2**40, 1, 5, 5), (1, 1, 3, 3)), device)
 
 
@@ -555,7 +568,9 @@ def test_a_problem_can_be_made_without_arrays_or_devices():
     assert problem.macs == 8 * 24 * 16 * 15 * 8 * 15 and problem.flops == 2 * problem.macs
     assert problem.bytes == 4 * (8 * 16 * 32 * 30 + 24 * 8 * 15 + 8 * 24 * 16 * 15 + 24)
     assert str(problem) == "conv2d 8x16x32x30 -> 24x16x15 k3x5 s2 p1+0x2 g2 float32"
-    assert hash(problem) == hash(ConvProblem.forward(2, (8, 16, 32, 30), (24, 8, 3, 5), (24,), stride=(2, 2), padding=((1, 0), (2, 2)), groups=2))
+    assert hash(problem) == hash(
+        ConvProblem.forward(2, (8, 16, 32, 30), (24, 8, 3, 5), (24,), stride=(2, 2), padding=((1, 0), (2, 2)), groups=2)
+    )
     with pytest.raises(AttributeError):
         problem.N = 3
 
@@ -566,7 +581,9 @@ def test_the_transposed_problem_undoes_the_shapes_of_the_forward_one(rank):
     forward = ConvProblem.forward(rank, shape, (9, 2, *(3, 2, 4)[-rank:]), stride=2, padding=1, dilation=2, groups=3)
     size = forward.result_shape[2:]
     for extra in np.ndindex((2,) * rank):
-        back = ConvProblem.transposed(rank, forward.result_shape, forward.weight_shape, stride=2, padding=1, dilation=2, groups=3, output_padding=extra)
+        back = ConvProblem.transposed(
+            rank, forward.result_shape, forward.weight_shape, stride=2, padding=1, dilation=2, groups=3, output_padding=extra
+        )
         again = ConvProblem.forward(rank, back.result_shape, forward.weight_shape, stride=2, padding=1, dilation=2, groups=3)
         assert again.result_shape[2:] == size and back.macs == forward.macs
 

@@ -276,7 +276,8 @@ def _known(plan, monkeypatch):
     kind = type(plan.device)
     launcher = kind.schedule_launcher
     monkeypatch.setattr(
-        kind, "schedule_launcher", lambda self, steps: (seen.extend(one.defines for step in steps for one in step), launcher(self, steps))[1]
+        kind, "schedule_launcher",
+        lambda self, steps: (seen.extend(one.defines for step in steps for one in step), launcher(self, steps))[1]
     )
     return seen
 
@@ -336,7 +337,9 @@ def test_a_compiler_that_has_to_run_makes_kernels_that_know_their_layer(slow, co
     problem, texts = CASE.problem(), []
     kind = type(slow.device)
     compile_all = kind.compile_all
-    monkeypatch.setattr(kind, "compile_all", lambda self, launches: (texts.extend(one.source() for one in launches), compile_all(self, launches))[1])
+    monkeypatch.setattr(
+        kind, "compile_all", lambda self, launches: (texts.extend(one.source() for one in launches), compile_all(self, launches))[1]
+    )
     plan = cached_plan(problem, slow.device)
     assert _with_constants(plan) and texts and all("OF_THE_LAYER 7" in text for text in texts)
     monkeypatch.setenv("PYCUDA_CONV_BACKGROUND", "0")
@@ -426,7 +429,10 @@ def test_what_waits_for_its_turn_can_be_taken_back(monkeypatch):
 
 def test_a_process_that_ends_does_not_wait_for_its_workers(python_env):
     begin = time.monotonic()
-    python("import time\nfrom pycuda_conv.runtime.workers import workers\nfor _ in range(9): workers.submit(lambda: time.sleep(1000))", python_env)
+    python(
+        "import time\nfrom pycuda_conv.runtime.workers import workers\nfor _ in range(9): workers.submit(lambda: time.sleep(1000))",
+        python_env
+    )
     assert time.monotonic() - begin < 800
 
 
@@ -489,7 +495,9 @@ def sources(problem, device):
 def likely(problem, device):
     """The texts of what is foreseen beside a problem's own."""
     schedule = engines.schedule(problem, engines.choose(problem, device), device)
-    return {launch.source() for launch in background.likely(problem, background.launches(background.initial_form(schedule, device)), device)}
+    return {
+        launch.source() for launch in background.likely(problem, background.launches(background.initial_form(schedule, device)), device)
+    }
 
 
 def waits(problem, device):

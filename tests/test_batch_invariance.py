@@ -53,10 +53,15 @@ def test_rows_of_a_window_follow_from_the_layer(taps, layout):
     """Windows of few channels have as many rows as the batch is worth, which is another order of sums."""
     device, orders = Target("sm_90a"), {}
     for asked in (None, "batch_invariant"):
-        layer = ConvProblem.forward(2, (1, 3, 96, 96), (256, 3, taps, taps), stride=2, padding=3, dtype="bfloat16", layout=layout, algorithm=asked)
+        layer = ConvProblem.forward(
+            2, (1, 3, 96, 96), (256, 3, taps, taps), stride=2, padding=3, dtype="bfloat16", layout=layout, algorithm=asked
+        )
         some = [replace(layer, N=n, batched=True) for n in (1, 2, 43)]
         orders[asked] = {engines.order(one, engines.ImplicitGemm(64, 128, 4)) for one in some}
-        packs = [step for one in some for step in background.launches(engines.schedule(one, engines.ImplicitGemm(64, 128, 4), device)) if step.kernel == "pack"]
+        packs = [
+            step for one in some
+            for step in background.launches(engines.schedule(one, engines.ImplicitGemm(64, 128, 4), device)) if step.kernel == "pack"
+        ]
         assert len({step.arguments.fold_r for step in packs}) == len(orders[asked])
     assert len(orders["batch_invariant"]) == 1 < len(orders[None])
 

@@ -328,7 +328,9 @@ def test_pocl_takes_nothing_from_a_folder_that_it_is_told_of(opencl, fast_env, c
 
 def test_what_a_killed_process_left_of_pocl_s_is_removed(opencl, fast_env, cache_folder):
     env = {**fast_env, "PYCUDA_CONV_CACHE_DIR": str(cache_folder)}
-    killed = subprocess.run([sys.executable, "-c", CALL + "os.kill(os.getpid(), 9)"], env=env, check=False, capture_output=True, timeout=900)
+    killed = subprocess.run(
+        [sys.executable, "-c", CALL + "os.kill(os.getpid(), 9)"], env=env, check=False, capture_output=True, timeout=900
+    )
     assert killed.returncode == -9
     assert len(list((cache_folder / "kernels").glob(".pocl-*"))) == 1
     python(CALL + f"import glob; assert len(glob.glob({str(cache_folder)!r} + '/kernels/.pocl-*')) == 1", env)
@@ -389,7 +391,9 @@ def small_file_system(folder, options):
     if os.geteuid() != 0:
         pytest.skip("only root can mount")
     folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"mode=700,{options}", "tmpfs", str(folder)], check=False, capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"mode=700,{options}", "tmpfs", str(folder)], check=False, capture_output=True
+    ).returncode:
         pytest.skip("tmpfs can't be mounted here")
     try:
         yield folder

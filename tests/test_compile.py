@@ -31,7 +31,8 @@ HOWS = "light", "operators"
 EVERY_WAY = "PYCUDA_CONV_TESTS_EVERY_WAY" in os.environ
 #: Converted models too, which reach the rewrite by another operator.
 WAYS = pytest.mark.parametrize(
-    "kind, how", [("torch's", "light"), ("torch's", "operators"), ("converted", "light"), ("converted", "operators")][: 4 if EVERY_WAY else 3]
+    "kind, how",
+    [("torch's", "light"), ("torch's", "operators"), ("converted", "light"), ("converted", "operators")][: 4 if EVERY_WAY else 3]
 )
 
 
@@ -160,7 +161,9 @@ class BatchNormAct(nn.BatchNorm2d):  # as timm has it
     def forward(self, x):
         if self.training and self.track_running_stats:
             self.num_batches_tracked.add_(1)
-        return self.act(F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training, self.momentum, self.eps))
+        return self.act(
+            F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training, self.momentum, self.eps)
+        )
 
 
 class ConvSame(nn.Conv2d):  # as timm has it: padded by the input's size
@@ -176,7 +179,8 @@ class UNet(nn.Module):
         def two(i, o):
             return nn.Sequential(conv_bn(i, o, padding=1), nn.ReLU(True), conv_bn(o, o, padding=1), nn.ReLU(True))
 
-        self.a, self.b, self.up, self.c, self.last = two(4, c), two(c, 2 * c), nn.ConvTranspose2d(2 * c, c, 2, 2), two(2 * c, c), nn.Conv2d(c, 2, 1)
+        self.a, self.b, self.up = two(4, c), two(c, 2 * c), nn.ConvTranspose2d(2 * c, c, 2, 2)
+        self.c, self.last = two(2 * c, c), nn.Conv2d(c, 2, 1)
 
     def forward(self, x):
         a = self.a(x)
@@ -197,7 +201,8 @@ class Mixer(nn.Module):
 
     def __init__(self, c=4):
         super().__init__()
-        self.conv, self.norm, self.a, self.b = nn.Conv2d(c, c, 7, padding=3, groups=c), nn.LayerNorm(c), nn.Linear(c, 4 * c), nn.Linear(4 * c, c)
+        self.conv, self.norm = nn.Conv2d(c, c, 7, padding=3, groups=c), nn.LayerNorm(c)
+        self.a, self.b = nn.Linear(c, 4 * c), nn.Linear(4 * c, c)
         self.scale = nn.Parameter(torch.rand(c, 1, 1))
 
     def forward(self, x):
@@ -473,7 +478,9 @@ def test_what_ends_a_chain(name, how):
             alike(lambda: Of(call, change), how, False, "input")
 
 
-SUMS = ("residual spent", 4), ("residual spent after a view", 4), ("residual gets the sum", 2), ("residual of the caller", 2), ("residual returned", 2), ("noted", 4)
+SUMS = ("residual spent", 4), (
+    "residual spent after a view", 4
+), ("residual gets the sum", 2), ("residual of the caller", 2), ("residual returned", 2), ("noted", 4)
 
 
 @pytest.mark.parametrize(("name", "steps", "how"), [(*one, how) for one, how in by_turns(SUMS, HOWS)])
@@ -512,7 +519,8 @@ class Changing(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.conv, self.norm, self.calls, self.seen, self.steps, self.known, self.gain = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), 0, [], [], {"k": 1.0}, 1.0
+        self.conv, self.norm, self.calls = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), 0
+        self.seen, self.steps, self.known, self.gain = [], [], {"k": 1.0}, 1.0
         self.register_buffer("count", torch.zeros(()))
 
     def forward(self, x):
@@ -684,7 +692,9 @@ class Random(nn.Module):
                 conv = choice(self.convs)
                 if next(numbers) < 0.3:
                     y = F.pad(y, (1, 1, 1, 1), mode=choice(["constant", "reflect", "circular", "replicate"]))
-                    y = choice(values).relu_() + y[:, :, 1:-1, 1:-1] if self.writes and next(numbers) < 0.2 else F.conv2d(y, conv.weight, conv.bias)
+                    y = choice(values).relu_() + y[:, :, 1:-1, 1:-1] if self.writes and next(numbers) < 0.2 else F.conv2d(
+                        y, conv.weight, conv.bias
+                    )
                 else:
                     y = conv(y)
                 for _ in range(below(3)):  # what stands between a convolution and its norm
@@ -811,8 +821,13 @@ SIZES = (2, 24, 24), (3, 24, 24), (5, 24, 24), (5, 48, 48), (4, 36, 60), (7, 60,
 def test_number_of_graphs(train, mode, monkeypatch):
     """Eight sizes make at most four graphs by themselves, and two where the axes are marked: one, and another for single images."""
     if mode == "default":
-        monkeypatch.setattr(compiler, "_compiled_by_inductor", lambda gm, inputs, mode, options: torch._dynamo.lookup_backend("aot_eager")(gm, inputs))
-    parts = conv_bn(3, 8), nn.ReLU(), nn.MaxPool2d(3, 2, 1), Basic(8, 8, 2), nn.Conv2d(8, 8, 3, 2, 1), nn.SiLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3)
+        monkeypatch.setattr(
+            compiler, "_compiled_by_inductor", lambda gm, inputs, mode, options: torch._dynamo.lookup_backend("aot_eager")(gm, inputs)
+        )
+    parts = (
+        conv_bn(3, 8), nn.ReLU(), nn.MaxPool2d(3, 2, 1), Basic(8, 8, 2), nn.Conv2d(8, 8, 3, 2, 1), nn.SiLU(), nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(), nn.Linear(8, 3),
+    )
     base = moved(nn.Sequential(*parts)).train(train)
     for most, compile_ in ((4, lambda m: torch.compile(m, backend=pn.backend, mode=mode)), (2, lambda m: pn.compile(m, mode))):
         torch._dynamo.reset()
@@ -1005,7 +1020,9 @@ def process_group():
 class Body(nn.Module):
     def __init__(self):
         super().__init__()
-        self.body = nn.Sequential(conv_bn(4, 64, bias=False), nn.ReLU(), conv_bn(64, 256, bias=False), nn.ReLU(), conv_bn(256, 256, bias=False), nn.ReLU())
+        self.body = nn.Sequential(
+            conv_bn(4, 64, bias=False), nn.ReLU(), conv_bn(64, 256, bias=False), nn.ReLU(), conv_bn(256, 256, bias=False), nn.ReLU()
+        )
 
     def forward(self, x):
         return self.body(x)
@@ -1177,7 +1194,10 @@ def test_operators_are_checked_by_torch():
         torch.library.opcheck(torch.ops.pycuda_conv.frozen_statistics.default, (*given, None, *vectors[2:], 1e-5, flat))
         trained = launches._LayerSpec("relu", True, Settings(2, (1, 1), ((1, 1), (1, 1)), (1, 1), 1, "fp32", None, False)).in_integers()
         moved_ones = [one.clone() for one in vectors[2:]]
-        torch.library.opcheck(torch.ops.pycuda_conv.fused_forward.default, (*given, None, *vectors[:2], *moved_ones, torch.tensor(3), None, 0.1, 1e-5, trained))
+        torch.library.opcheck(
+            torch.ops.pycuda_conv.fused_forward.default,
+            (*given, None, *vectors[:2], *moved_ones, torch.tensor(3), None, 0.1, 1e-5, trained)
+        )
         torch.library.opcheck(torch.ops.pycuda_conv.scaled.default, (*given, torch.rand(12), None, 0, spec))
     rows, weight, residual = torch.randn(2, 3, 5, 4), torch.randn(6, 4), torch.randn(2, 3, 5, 6)
     for activation, scale, moved in ((None, None, False), ("gelu", torch.rand(6), False), (("leaky_relu", 0.2), torch.rand(6, 1, 1), True)):
@@ -1188,7 +1208,9 @@ def test_operators_are_checked_by_torch():
         y = (y.permute(0, 3, 1, 2) if moved else y) * (1 if scale is None else scale) + added
         expected = y if activation is None else F.gelu(y) if activation == "gelu" else F.leaky_relu(y, 0.2)
         assert close(torch.ops.pycuda_conv.product(*given), expected)
-    torch.library.opcheck(torch.ops.pycuda_conv.fold_norms.default, ([*vectors, None, None, None, *vectors[2:], vectors[0]], [1e-5, 1e-3], False))
+    torch.library.opcheck(
+        torch.ops.pycuda_conv.fold_norms.default, ([*vectors, None, None, None, *vectors[2:], vectors[0]], [1e-5, 1e-3], False)
+    )
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -1203,7 +1225,8 @@ def test_inductor_puts_nothing_in_front_of_our_operators(where, tmp_path, monkey
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
-            self.c1, self.b1, self.c2, self.g, self.c3 = nn.Conv2d(4, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3, 2), nn.GroupNorm(2, 8), nn.Conv2d(8, 8, 1)
+            self.c1, self.b1 = nn.Conv2d(4, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+            self.c2, self.g, self.c3 = nn.Conv2d(8, 8, 3, 2), nn.GroupNorm(2, 8), nn.Conv2d(8, 8, 1)
 
         def forward(self, x):
             return self.c3(F.silu(self.g(self.c2(F.relu(self.b1(self.c1(x))))))) + 1
@@ -1240,7 +1263,10 @@ def test_gradients_of_a_trace_lie_as_the_results_do():
     def backward(gm, inputs):
         for node in gm.graph.nodes:
             if str(node.target).startswith("pycuda_conv."):
-                found.append((str(node.target), [a.meta["val"].stride() for a in node.args if isinstance(a, torch.fx.Node) and a.meta["val"].dim() == 4]))
+                found.append((
+                    str(node.target),
+                    [a.meta["val"].stride() for a in node.args if isinstance(a, torch.fx.Node) and a.meta["val"].dim() == 4]
+                ))
         return gm.forward
 
     def traced(gm, inputs):
@@ -1265,7 +1291,10 @@ def test_gradients_have_the_same_bits_on_every_run(mode):
     from pycuda_conv.runtime import get_device
 
     torch.manual_seed(0)
-    parts = conv_bn(8, 16, padding=1), nn.ReLU(), nn.MaxPool2d(3, 2, 1), Basic(16, 16), Basic(16, 32, 2), nn.Conv2d(32, 32, 1, bias=False), nn.AdaptiveAvgPool2d(1)
+    parts = (
+        conv_bn(8, 16, padding=1), nn.ReLU(), nn.MaxPool2d(3, 2, 1), Basic(16, 16), Basic(16, 32, 2), nn.Conv2d(32, 32, 1, bias=False),
+        nn.AdaptiveAvgPool2d(1),
+    )
     base = nn.Sequential(*parts, nn.Flatten()).cuda().to(memory_format=torch.channels_last).train()
     x = images(8, 8, 32, 32, channels_last=True, where="cuda")
     first = None
@@ -1418,7 +1447,8 @@ class Dense(nn.Module):
 
     def __init__(self, peeks=False):
         super().__init__()
-        self.norm1, self.conv1, self.norm2, self.conv2, self.peeks = nn.BatchNorm2d(4), nn.Conv2d(4, 8, 1, bias=False), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 3, padding=1), peeks
+        self.norm1, self.conv1 = nn.BatchNorm2d(4), nn.Conv2d(4, 8, 1, bias=False)
+        self.norm2, self.conv2, self.peeks = nn.BatchNorm2d(8), nn.Conv2d(8, 4, 3, padding=1), peeks
 
     def forward(self, x):
         y = self.norm1(x)

@@ -16,7 +16,9 @@ class Dense(nn.Module):
 
     def __init__(self, way=lambda features, cat: None, axis=1):
         super().__init__()
-        self.norms, self.convs = (nn.ModuleList(make(n) for n in range(4, 10, 2)) for make in (nn.BatchNorm2d, lambda n: nn.Conv2d(n, 2, 3, padding=1)))
+        self.norms, self.convs = (
+            nn.ModuleList(make(n) for n in range(4, 10, 2)) for make in (nn.BatchNorm2d, lambda n: nn.Conv2d(n, 2, 3, padding=1))
+        )
         self.last, self.way, self.axis = nn.Conv2d(10, 3, 1), way, axis
 
     def forward(self, x):

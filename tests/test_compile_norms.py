@@ -224,7 +224,8 @@ def plain_convolution(**more):
 @pytest.mark.parametrize("with_more", [False, True])
 def test_statistics_noted_by_the_convolution(channels, size, noted, with_more):
     torch.manual_seed(0)
-    x, w = torch.randn(2, 64, size, size, device="cuda").half().to(memory_format=torch.channels_last), torch.randn(channels, 64, 3, 3, device="cuda").half() / 24
+    x = torch.randn(2, 64, size, size, device="cuda").half().to(memory_format=torch.channels_last)
+    w = torch.randn(channels, 64, 3, 3, device="cuda").half() / 24
     bias, gamma, beta = (torch.randn(channels, device="cuda").half() for _ in range(3))
     more = torch.randn(2, channels, device="cuda").half() if with_more else None
     w = w.to(memory_format=torch.channels_last)

@@ -147,7 +147,9 @@ def test_concatenating_on_the_simulated_machine(pixels, first, second):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("shape, more", [((2, 24, 9, 7), 8), ((3, 128, 33, 20), 256), ((1, 16, 5, 6, 4), 32), ((2, 3, 8, 8), 5), ((2, 16, 1, 1), 16)])
+@pytest.mark.parametrize(
+    "shape, more", [((2, 24, 9, 7), 8), ((3, 128, 33, 20), 256), ((1, 16, 5, 6, 4), 32), ((2, 3, 8, 8), 5), ((2, 16, 1, 1), 16)]
+)
 def test_concatenating_on_a_gpu(dtype, shape, more):
     form = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
     a, b = (torch.randn((shape[0], c, *shape[2:]), device="cuda").to(dtype).contiguous(memory_format=form) for c in (shape[1], more))

@@ -596,7 +596,10 @@ def test_torch_in_a_context_that_is_no_primary_one(fake, monkeypatch):
             with context(fake) as own:
                 a, b, y = tensors(X, W, Y)
                 for _ in range(2):
-                    for call in (lambda: pc.conv2d(a, b), lambda: pc.conv2d_bias(a), lambda: plan(a, b), lambda: plan.bind(b)(a), lambda: pc.conv2d(a, b, out=y)):
+                    for call in (
+                        lambda: pc.conv2d(a, b), lambda: pc.conv2d_bias(a), lambda: plan(a, b), lambda: plan.bind(b)(a),
+                        lambda: pc.conv2d(a, b, out=y)
+                    ):
                         for _ in range(3):
                             call()
                             assert launched(fake) == {current_id(fake)} and fake.current() == own.handle
@@ -612,7 +615,9 @@ def test_torch_in_a_context_that_is_no_primary_one(fake, monkeypatch):
                 assert not launched(fake) and fake.current() == own.handle
                 with pytest.MonkeyPatch.context() as patch:  # torch's allocator may give memory of either context
                     patch.setattr(TorchKind, "empty", lambda *_: tensors_there)
-                    with pytest.raises(ConvArgumentError, match=r"the result lies in another CUDA context .*: import pycuda.autoprimaryctx"):
+                    with pytest.raises(
+                        ConvArgumentError, match=r"the result lies in another CUDA context .*: import pycuda.autoprimaryctx"
+                    ):
                         pc.conv2d(a, b)
             assert pc.conv2d(x, w).shape == Y and launched(fake) == {theirs_id(fake, primary)}
             kept.clear()

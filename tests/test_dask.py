@@ -78,7 +78,8 @@ def cuts(draw, size):
 @st.composite
 def calls(draw):
     """A call of one of the six functions, arrays and options, and chunks for each array."""
-    ndim, groups, transposed, batched = draw(st.integers(1, 3)), draw(st.sampled_from([1, 1, 2, 3])), draw(st.booleans()), draw(st.booleans())
+    ndim, groups = draw(st.integers(1, 3)), draw(st.sampled_from([1, 1, 2, 3]))
+    transposed, batched = draw(st.booleans()), draw(st.booleans())
     in_group, out_group = draw(st.integers(1, 2)), draw(st.integers(1, 2))
 
     def axes(low, high):
@@ -148,7 +149,9 @@ def test_chunks_give_what_the_whole_gives(device, call):
         np.testing.assert_allclose(found, whole, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("ndim", "dtype"), [(ndim, dtype) for ndim in (1, 2, 3) for i, dtype in enumerate(DTYPES) if dtype == "float32" or i % 3 == ndim - 1])
+@pytest.mark.parametrize(
+    ("ndim", "dtype"), [(ndim, dtype) for ndim in (1, 2, 3) for i, dtype in enumerate(DTYPES) if dtype == "float32" or i % 3 == ndim - 1]
+)
 def test_gradients(here, ndim, dtype):
     size, chunks = [(33,), (13, 17), (7, 9, 8)][ndim - 1], [((9, 11, 13),), ((6, 7), (9, 8)), ((3, 4), (5, 4), (8,))][ndim - 1]
     x, w = draw(3, 4, *size, dtype=dtype), draw(6, 2, *(3,) * ndim, dtype=dtype)
@@ -254,8 +257,14 @@ def test_names_follow_the_arguments():
     x, w = da.zeros((1, 1, 12, 12), chunks=6, dtype="f4"), draw(1, 1, 3, 3)
     one = {pc.conv2d(x, w, padding=1).name, pc.conv2d(x, w.copy(), padding=1).name}
     assert len(one) == 1
-    others = [pc.conv2d(x, w), pc.conv2d(x, 2 * w, padding=1), pc.conv2d(x, w, w[0, 0, 0, :1], padding=1), pc.conv2d(x, w, padding=1, activation="relu")]
-    others += [pc.conv2d(x, w, padding=1, scale=w[0, 0, 0, :1]), pc.conv2d(x, w, padding=((1, 1), (1, 0))), pc.conv2d(x, w, padding=1, device="opencl")]
+    others = [
+        pc.conv2d(x, w), pc.conv2d(x, 2 * w, padding=1), pc.conv2d(x, w, w[0, 0, 0, :1], padding=1),
+        pc.conv2d(x, w, padding=1, activation="relu")
+    ]
+    others += [
+        pc.conv2d(x, w, padding=1, scale=w[0, 0, 0, :1]), pc.conv2d(x, w, padding=((1, 1), (1, 0))),
+        pc.conv2d(x, w, padding=1, device="opencl")
+    ]
     assert len(one | {other.name for other in others}) == 1 + len(others)
 
 
@@ -303,7 +312,9 @@ def test_chunks_are_joined_in_memory_that_a_gpu_reads(monkeypatch):
     for dtype in (*DTYPES, ">f4"):
         x = (draw(1, 2, 20, 30) * 9).astype(dtype)
         block, before, after = x[:, :, 3:18], x[:, :, 1:3], x[:, :, 18:]
-        for place, gpu in ((chunked.ChunkPlace("opencl"), None), (chunked.ChunkPlace(0), Gpu()), (chunked.ChunkPlace(devices=(0, 1)), Gpu())):
+        for place, gpu in (
+            (chunked.ChunkPlace("opencl"), None), (chunked.ChunkPlace(0), Gpu()), (chunked.ChunkPlace(devices=(0, 1)), Gpu())
+        ):
             monkeypatch.setattr(chunked, "get_device", lambda device, gpu=gpu: gpu or Opencl())
             monkeypatch.setattr(dispatch, "gpus_of", lambda devices, gpu=gpu: (gpu,))
             Gpu.lent.clear()
@@ -323,7 +334,10 @@ def test_arrays_are_copied_by_threads(monkeypatch, threads, copier):
     monkeypatch.setattr(staging, "COPYING", threads)
     monkeypatch.setattr(staging, "LEAST_PART_BYTES", 100)
     monkeypatch.setattr(staging, "LEAST_MOVED_BYTES", 200)
-    sources = draw(5, 7, 90), draw(90, 7, 5).T, draw(1, 1, 4000)[..., ::2], draw(3), draw(2, 0, 3), draw(4, 9, 5, 6)[:, ::-1], draw(6, 300).astype(">f4"), draw(5000), draw(3, 701, dtype="float16")
+    sources = (
+        draw(5, 7, 90), draw(90, 7, 5).T, draw(1, 1, 4000)[..., ::2], draw(3), draw(2, 0, 3), draw(4, 9, 5, 6)[:, ::-1],
+        draw(6, 300).astype(">f4"), draw(5000), draw(3, 701, dtype="float16"),
+    )
     for source in (*sources, np.broadcast_to(draw(9), (8, 7, 9)), draw(3, 2, 1, 2, 1, 2, 40)):
         whole = np.zeros((*source.shape[:-1], source.shape[-1] + 5), source.dtype)
         rim = draw(*source.shape[:-1], 2).astype(source.dtype)
@@ -454,11 +468,16 @@ def test_a_chunk_that_needs_no_neighbour_is_one_task(opencl, groups, filters):
 def cluster(fast_env, opencl, tmp_path_factory):
     """Two workers, processes with one PoCL thread each."""
     distributed = pytest.importorskip("distributed", reason="clusters are dask.distributed's")
-    env = {"PYTHONPATH": fast_env["PYTHONPATH"], "POCL_MAX_PTHREAD_COUNT": "1", "OMP_NUM_THREADS": "1", "DASK_DISTRIBUTED__COMM__TIMEOUTS__CONNECT": "300s"}
+    env = {
+        "PYTHONPATH": fast_env["PYTHONPATH"], "POCL_MAX_PTHREAD_COUNT": "1", "OMP_NUM_THREADS": "1",
+        "DASK_DISTRIBUTED__COMM__TIMEOUTS__CONNECT": "300s"
+    }
     folder = tmp_path_factory.mktemp("workers")
     with (
         dask.config.set({"distributed.scheduler.allowed-failures": 10, "distributed.comm.timeouts.connect": "300s"}),
-        distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None, env=env, local_directory=str(folder), memory_limit=0) as made,
+        distributed.LocalCluster(
+            n_workers=2, threads_per_worker=1, dashboard_address=None, env=env, local_directory=str(folder), memory_limit=0
+        ) as made,
     ):
         yield made
 
@@ -540,7 +559,9 @@ def test_workers_that_see_one_gpu_each(chunks_of, python_env, tmp_path):
 
     scheduler = {"cls": distributed.Scheduler, "options": {"dashboard": False}}
     x, w = draw(1, 2, 24, 40, 50), draw(3, 2, 3, 3, 3)
-    with distributed.SpecCluster(workers={0: worker(0), 1: worker(1)}, scheduler=scheduler) as cluster, distributed.Client(cluster) as client:
+    with distributed.SpecCluster(
+        workers={0: worker(0), 1: worker(1)}, scheduler=scheduler
+    ) as cluster, distributed.Client(cluster) as client:
         client.wait_for_workers(2, timeout=300)
         assert len(set(client.run(gpu).values())) == min(2, device_count())
         lazy = da.from_array(x, chunks=(1, 2, 12, 20, 25)).map_blocks(library.asarray, meta=library.empty((0,) * 5, "f"))

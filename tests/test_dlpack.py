@@ -78,7 +78,10 @@ def draw(*shape, dtype=torch.float32, seed=0):
 
 
 def close(got, expected):
-    torch.testing.assert_close(got.double(), expected.double(), rtol=2e-2 if expected.dtype in DTYPES[:2] else 1e-4, atol=2e-2 if expected.dtype in DTYPES[:2] else 1e-4)
+    torch.testing.assert_close(
+        got.double(), expected.double(), rtol=2e-2 if expected.dtype in DTYPES[:2] else 1e-4,
+        atol=2e-2 if expected.dtype in DTYPES[:2] else 1e-4
+    )
 
 
 @pytest.mark.parametrize("make", [Spoken, Older])
@@ -396,7 +399,9 @@ def run_jax(platform, name, **environment):
     if importlib.util.find_spec("jax") is None:
         pytest.skip("jax is not installed")
     text = f"PLATFORM, NAME = {platform!r}, {name!r}\n{JAX}"
-    done = subprocess.run([sys.executable, "-c", text], env={**os.environ, **environment}, capture_output=True, text=True, timeout=500, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", text], env={**os.environ, **environment}, capture_output=True, text=True, timeout=500, check=False
+    )
     if platform == "cuda" and "Unknown backend" in done.stderr:
         pytest.skip("this jax knows no GPU")
     assert done.returncode == 0 and done.stdout.strip() == "as expected", done.stdout + done.stderr[-3000:]

@@ -95,7 +95,10 @@ class Layer:
 
 
 #: The engines whose texts read scale and bias in ``finish.cuh`` or a way of their own. Those of ``epilogue.cuh`` run on OpenCL.
-SIMT = ["DenseNhwc", "ImplicitGemm", "GroupedNhwc", "FewChannels", "Planes", "GatheredPlanes", "FewPixels", "FewInputs", "DepthwiseToeplitz", "Gemm"]
+SIMT = [
+    "DenseNhwc", "ImplicitGemm", "GroupedNhwc", "FewChannels", "Planes", "GatheredPlanes", "FewPixels", "FewInputs", "DepthwiseToeplitz",
+    "Gemm"
+]
 
 
 @pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
@@ -107,7 +110,10 @@ def test_the_texts_of_tensor_cores_take_scale_and_bias_of_float32(engine):
 
 
 @pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
-@pytest.mark.parametrize(("k", "tile", "whole"), [(72, (64, 32), True), (64, (64, 64), False), (152, (128, 160), True), (184, (128, 192), False), (184, (128, 192), True)])
+@pytest.mark.parametrize(
+    ("k", "tile", "whole"),
+    [(72, (64, 32), True), (64, (64, 64), False), (152, (128, 160), True), (184, (128, 192), False), (184, (128, 192), True)]
+)
 def test_tiles_of_a_block_have_their_own_channels_scale_and_bias(k, tile, whole):
     """One or two blocks compute all tiles. The channels of a block's tiles take turns, or are the same in all. Residuals are read ahead."""
     case = fprop((2, 16, 12, 12), (k, 16, 1, 1))
@@ -115,7 +121,10 @@ def test_tiles_of_a_block_have_their_own_channels_scale_and_bias(k, tile, whole)
     config = next(c for c in engines.predictions(one.problem, H200) if type(c[1]).__name__ == "DenseNhwc")[1]
     config = replace(config, BLOCK_M=tile[0], BLOCK_N=tile[1], STAGES=3, CLUSTER=1)
     for constants in (False, True):
-        one.check(simt.computed(one.problem, config, one.x, one.w, one.bias, one.scale, one.residual, multiprocessors=1, constants=constants), config)
+        one.check(
+            simt.computed(one.problem, config, one.x, one.w, one.bias, one.scale, one.residual, multiprocessors=1, constants=constants),
+            config
+        )
 
 
 def small(found) -> list:
@@ -338,7 +347,10 @@ def test_all_that_may_be_missing_or_lie_otherwise(place):
     close(evaluate(x, w, None, *apart, 1e-5), reference(x, w, None, *apart, 1e-5, activation=None), torch.float32)
     turned, wide = x.transpose(2, 3), torch.randn(2, 12, 9, 7, device=place)
     for one in (turned, wide[:, 2:10], x[:, :1].expand(-1, 8, -1, -1)):
-        close(evaluate(one, w, bias, gamma, beta, mean, var, 1e-5), reference(one, w, bias, gamma, beta, mean, var, 1e-5, activation=None), torch.float32)
+        close(
+            evaluate(one, w, bias, gamma, beta, mean, var, 1e-5), reference(one, w, bias, gamma, beta, mean, var, 1e-5, activation=None),
+            torch.float32
+        )
     x.requires_grad_()
     assert not evaluate(x, w.requires_grad_(), bias, gamma, beta, mean, var).requires_grad
 

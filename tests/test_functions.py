@@ -51,11 +51,15 @@ PARAMETERS = [
     {}, {"stride": 2}, {"padding": 1}, {"dilation": 2}, {"groups": 2}, {"stride": 2, "padding": 1, "groups": 2},
     {"padding": "same"}, {"padding": "same", "dilation": 3}, {"padding": "valid"},
 ]  # fmt: skip
-CALLS = [(t, n, options, kind) for i, (t, n) in enumerate(FUNCTIONS) for options, kind in zip(PARAMETERS, itertools.cycle(KINDS[i % 2 :] + KINDS[: i % 2]), strict=False)
+CALLS = [(t, n, options, kind) for i, (t, n) in enumerate(FUNCTIONS) for options, kind in zip(
+    PARAMETERS, itertools.cycle(KINDS[i % 2 :] + KINDS[: i % 2]), strict=False
+)
          if not (t and isinstance(options.get("padding"), str))]
 
 
-@pytest.mark.parametrize(("transposed", "ndim", "options", "kind"), CALLS, ids=[f"{NAMES[t, n]}-{options}-{kind}" for t, n, options, kind in CALLS])
+@pytest.mark.parametrize(
+    ("transposed", "ndim", "options", "kind"), CALLS, ids=[f"{NAMES[t, n]}-{options}-{kind}" for t, n, options, kind in CALLS]
+)
 def test_parameters_mean_what_they_mean_in_torch(device, transposed, ndim, options, kind):
     case = small(transposed, ndim, **options)
     if options == {"padding": "same"} and not transposed:
@@ -102,7 +106,9 @@ UNEVEN = [
 def test_padding_in_pairs(device, case, as_list):
     arrays = case.integers("float32")
     if as_list:
-        case = Case(case.transposed, case.input_shape, case.weight_shape, {**case.options, "padding": [list(p) for p in case.options["padding"]]})
+        case = Case(
+            case.transposed, case.input_shape, case.weight_shape, {**case.options, "padding": [list(p) for p in case.options["padding"]]}
+        )
     check(case, call(case, *arrays, device), *arrays)
 
 
@@ -205,7 +211,9 @@ def test_the_input_decides_whether_the_result_is_channels_last(device, transpose
         if out_last == last:
             assert call(case, x, w, b, device, out=out) is out and torch.equal(out, expected) and is_channels_last(out) == last
         else:
-            with pytest.raises(pc.ConvArgumentError, match=r"out must be (channels last, as the result is|C-contiguous), but its strides are"):
+            with pytest.raises(
+                pc.ConvArgumentError, match=r"out must be (channels last, as the result is|C-contiguous), but its strides are"
+            ):
                 call(case, x, w, b, device, out=out)
             assert torch.isnan(out).all()
 
@@ -252,8 +260,13 @@ def test_a_plan_keeps_the_layout_of_its_problem(device, transposed, ndim):
         layer = plan.bind(w, b)
         assert np.array_equal(layer(x), expected) and repr(layer) == f"<BoundPlan of {plan!r}>"
         with pytest.raises(pc.ConvArgumentError, match="out must be channels last" if last else "out must be C-contiguous"):
-            plan(x, w, b, out=np.zeros(expected.shape, "f") if last else np.moveaxis(np.zeros(np.moveaxis(expected, 1, -1).shape, "f"), -1, 1))
-        for tensors in ([torch.from_numpy(a) for a in (x, w, b)], [channels_last(torch.from_numpy(x)), torch.from_numpy(w), torch.from_numpy(b)]):
+            plan(
+                x, w, b,
+                out=np.zeros(expected.shape, "f") if last else np.moveaxis(np.zeros(np.moveaxis(expected, 1, -1).shape, "f"), -1, 1)
+            )
+        for tensors in (
+            [torch.from_numpy(a) for a in (x, w, b)], [channels_last(torch.from_numpy(x)), torch.from_numpy(w), torch.from_numpy(b)]
+        ):
             got = plan(*tensors)
             assert is_channels_last(got) == last and np.array_equal(got.numpy(), expected)
 
@@ -261,7 +274,8 @@ def test_a_plan_keeps_the_layout_of_its_problem(device, transposed, ndim):
 # ---- channels last on a GPU: as they lie, or turned to NCHW and back
 
 HOPPER, AMPERE, TURING = (
-    SimpleNamespace(capability=capability, multiprocessors=132, backend="cuda", name="cuda:0", model="") for capability in ((9, 0), (8, 0), (7, 5))
+    SimpleNamespace(capability=capability, multiprocessors=132, backend="cuda", name="cuda:0", model="")
+    for capability in ((9, 0), (8, 0), (7, 5))
 )  # fmt: skip
 LAYER = {"input_shape": (64, 64, 56, 56), "weight_shape": (64, 64, 3, 3), "padding": 1}
 READ = [  # (problem, where tensors of it are read as they lie)
@@ -327,9 +341,11 @@ class Recorder:
     def __init__(self, case, arrays):
         self.events, self.depth, problem = [], 0, case.problem()
         self.plan = SimpleNamespace(
-            problem=problem, device=self, order=None, result_shape=problem.result_shape, result_bytes=4 * torch.Size(problem.result_shape).numel(),
+            problem=problem, device=self, order=None, result_shape=problem.result_shape,
+            result_bytes=4 * torch.Size(problem.result_shape).numel(),
             operand_bytes=[a.nbytes for a in arrays] + [0, 0], workspace_bytes=0, empty=False, launch=self._launch,
-            schedule=SimpleNamespace(workspace_bytes=0), reads_filter_last=False, new_dtype=None, filter_order=None, weight_order=None, result_order=None,
+            schedule=SimpleNamespace(workspace_bytes=0), reads_filter_last=False, new_dtype=None, filter_order=None, weight_order=None,
+            result_order=None,
             lays_filter_last=lambda kind, out: False,
         )  # fmt: skip
         self._case = case
@@ -358,7 +374,10 @@ class Recorder:
         problem = self.plan.problem
         shapes = (problem.input_shape, problem.weight_shape, problem.bias_shape, problem.result_shape)
         places = *buffers[:3], buffers[5]
-        x, w, b, y = (np.ctypeslib.as_array((ctypes.c_float * int(np.prod(s))).from_address(at)).reshape(s) for at, s in zip(places, shapes, strict=True))
+        x, w, b, y = (
+            np.ctypeslib.as_array((ctypes.c_float * int(np.prod(s))).from_address(at)).reshape(s)
+            for at, s in zip(places, shapes, strict=True)
+        )
         y[...] = self._case.reference(x, w, b)
 
 
@@ -505,7 +524,10 @@ def test_bfloat16_sums_are_kept_in_float32_and_rounded_once_to_nearest_even(devi
     x, w = torch.ones(1, 4096, 1, 1, dtype=torch.bfloat16), torch.ones(1, 4096, 1, 1, dtype=torch.bfloat16)
     assert pc.conv2d(x, w, device=device) == 4096  # in bfloat16 it would stop at 256
     largest = torch.finfo(torch.bfloat16).max
-    pairs = [[256, 1], [256, 3], [256, 1.0078125], [largest, 2.0**118], [largest, 2.0**119], [2.0**-133, 2.0**-133], [float("inf"), float("-inf")]]
+    pairs = [
+        [256, 1], [256, 3], [256, 1.0078125], [largest, 2.0**118], [largest, 2.0**119], [2.0**-133, 2.0**-133],
+        [float("inf"), float("-inf")]
+    ]
     x = torch.tensor(pairs, dtype=torch.bfloat16).unsqueeze(1)
     got = pc.conv1d(x, torch.ones(1, 1, 2, dtype=torch.bfloat16), device=device).flatten().tolist()
     assert got[:-1] == [256, 260, 258, largest, float("inf"), 2.0**-132] and got[-1] != got[-1]

@@ -128,7 +128,9 @@ def near(got, ref, tolerance: float, scale=None) -> None:
 @pytest.mark.parametrize("tracked", [None, 4], ids=["momentum", "cumulative"])
 def test_statistics(kernels, tracked):
     y, eps, momentum = kernels.normals(mean=0.5), 1e-3, 0.3
-    mean, invstd, running_mean, running_var = kernels.poisoned(kernels.pixels.K), kernels.poisoned(kernels.pixels.K), *map(kernels.of_channel, (1, 2))
+    mean, invstd, running_mean, running_var = (
+        kernels.poisoned(kernels.pixels.K), kernels.poisoned(kernels.pixels.K), *map(kernels.of_channel, (1, 2)),
+    )
     share = 1 / tracked if tracked else momentum
     wide = y.astype(np.float64)
     expected_mean, var, unbiased = wide.mean(kernels.axes), wide.var(kernels.axes), wide.var(kernels.axes, ddof=1)
@@ -156,7 +158,9 @@ def test_a_forward_pass_by_one_launch(kernels, number):
         found = [kernels.poisoned(channels) for _ in range(2)] + [kernels.of_channel(seed) for seed in (5, 6)] + [np.array([3])]
         out, options = np.full(y.shape, np.nan, y.dtype), (1e-3, 0.25)
         if whole:
-            kernels.run(batch_norm.whole_forward, (y, None, *affine, residual), (*found, out, None), *options, activation, residual is not None)
+            kernels.run(
+                batch_norm.whole_forward, (y, None, *affine, residual), (*found, out, None), *options, activation, residual is not None
+            )
         else:
             kernels.run(batch_norm.statistics, (y, None), found, *options)
             kernels.run(batch_norm.forward, (y, *found[:2], *affine, residual), (out, None), activation, residual is not None)
@@ -265,7 +269,9 @@ def mask_of(out, pixels):
 
 
 @pytest.mark.pairs
-@pytest.mark.parametrize(("relu", "affine", "summed"), [(True, True, False), (True, False, True), (False, True, True), (False, False, False)])
+@pytest.mark.parametrize(
+    ("relu", "affine", "summed"), [(True, True, False), (True, False, True), (False, True, True), (False, False, False)]
+)
 def test_forward(kernels, relu, affine, summed):
     y, mean, invstd = kernels.normals(mean=3), kernels.of_channel(1), kernels.of_channel(2)
     gamma, beta = (-kernels.of_channel(3), kernels.of_channel(4)) if affine else (None, None)
@@ -280,7 +286,10 @@ def test_forward(kernels, relu, affine, summed):
 
 
 #: Every pair of values.
-BACKWARDS = [(relu, summed, of_batch, of_batch == (relu == summed)) for relu in (True, False) for summed in (False, True) for of_batch in (True, False)]
+BACKWARDS = [
+    (relu, summed, of_batch, of_batch == (relu == summed)) for relu in (True, False) for summed in (False, True)
+    for of_batch in (True, False)
+]
 
 
 @pytest.mark.pairs
@@ -301,7 +310,9 @@ def test_backward(kernels, relu, summed, of_batch, affine):
     less = (kernels.wide(dbeta) + xhat * kernels.wide(dgamma)) / m if of_batch else 0
     expected = kernels.wide(invstd) * (kernels.wide(gamma) if affine else 1) * (g - less)
     dy, sums = np.full(y.shape, np.nan, y.dtype), kernels.poisoned(2, kernels.pixels.K)
-    kernels.run(batch_norm.backward, (y, dout, mean, invstd, gamma, beta, mask), (dy, sums, masked), "relu" if relu else None, of_batch, summed)
+    kernels.run(
+        batch_norm.backward, (y, dout, mean, invstd, gamma, beta, mask), (dy, sums, masked), "relu" if relu else None, of_batch, summed
+    )
     near(sums[0], dbeta, 16 * SUM_EPS[kernels.pixels.dtype], scale=np.abs(g).sum(kernels.axes))
     near(sums[1], dgamma, 16 * SUM_EPS[kernels.pixels.dtype], scale=np.abs(g * xhat).sum(kernels.axes))
     near(dy, expected, 4 * EPS[kernels.pixels.dtype])
@@ -370,10 +381,14 @@ FINISHES = [("relu", False), ("relu", True), ("silu", False)]
 @needs_nvcc
 def test_nothing_spills():
     finished = itertools.product(SHAPES.values(), ["bfloat16", "float32"], FINISHES)
-    launches = covering([batch_norm.forward(Pixels(dtype, layout, 64, k, plane), 132, *one)[0][0] for (layout, k, plane), dtype, one in finished])
+    launches = covering(
+        [batch_norm.forward(Pixels(dtype, layout, 64, k, plane), 132, *one)[0][0] for (layout, k, plane), dtype, one in finished]
+    )
     for launch, done in zip(launches, nvcc_of([(launch.source(), "sm_90") for launch in launches]), strict=True):
         found, kernels = done.stderr, 7 if launch.defines["NHWC"] else 10
-        assert done.returncode == 0 and found.count("0 bytes spill stores, 0 bytes spill loads") == kernels and "warning" not in found, f"{launch.defines}: {found}"
+        assert done.returncode == 0 and found.count(
+            "0 bytes spill stores, 0 bytes spill loads"
+        ) == kernels and "warning" not in found, f"{launch.defines}: {found}"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -559,7 +574,9 @@ def test_a_weight_that_is_computed(place):
     near(fused(x), reference(x), TOLERANCE["float64"])
 
 
-@pytest.mark.parametrize(("name", "dtype", "summed"), TRAINED, ids=[f"{name}-{dtype}{'-with a residual' * summed}" for name, dtype, summed in TRAINED])
+@pytest.mark.parametrize(
+    ("name", "dtype", "summed"), TRAINED, ids=[f"{name}-{dtype}{'-with a residual' * summed}" for name, dtype, summed in TRAINED]
+)
 def test_training_and_evaluation_are_those_of_torch(place, name, dtype, summed):
     layer = LAYERS[name]
     fused, reference = layer.pair(dtype, place)
@@ -619,7 +636,9 @@ def test_only_the_gradients_that_are_asked_for(place):
         assert torch.equal(asked.grad, parameter.grad) and sum(p.grad is not None for p in fused.parameters()) == 1
 
 
-@pytest.mark.parametrize("name", ["general", "without affine", "without tracking", "cumulative", "channels last", "1-d, groups, channels last"])
+@pytest.mark.parametrize(
+    "name", ["general", "without affine", "without tracking", "cumulative", "channels last", "1-d, groups, channels last"]
+)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_operators_give_the_same_bits(place, monkeypatch, name, dtype):
     """As the calls without them, which are the rule."""
@@ -647,7 +666,9 @@ def test_operators_give_the_same_bits(place, monkeypatch, name, dtype):
 
 def test_a_batch_of_one_value_a_channel_is_refused_as_by_torch(place):
     fused = CLASSES[2](5, 17, 3).to(place)
-    with pytest.raises(ValueError, match=r"Expected more than 1 value per channel when training, got input size torch.Size\(\[1, 17, 1, 1\]\)"):
+    with pytest.raises(
+        ValueError, match=r"Expected more than 1 value per channel when training, got input size torch.Size\(\[1, 17, 1, 1\]\)"
+    ):
         fused(torch.zeros(1, 5, 3, 3, device=place))
     with pytest.raises(ValueError, match=r"expected 4D input \(got 3D input\)"):
         fused(torch.zeros(5, 9, 6, device=place))
@@ -691,7 +712,9 @@ def test_second_derivatives(place, training, summed, bias):
     more = [torch.randn(2, 4, 4, 3, dtype=torch.float64, device=place, requires_grad=True)] * summed
     for got, expected in zip(second_derivatives(fused, x, *more), second_derivatives(theirs, x, *more), strict=True):
         got, expected = (torch.zeros(()) if one is None else one for one in (got, expected))
-        torch.testing.assert_close(got.expand_as(expected) if got.dim() == 0 else got, expected, rtol=1e-7, atol=1e-9, check_dtype=False, check_device=False)
+        torch.testing.assert_close(
+            got.expand_as(expected) if got.dim() == 0 else got, expected, rtol=1e-7, atol=1e-9, check_dtype=False, check_device=False
+        )
 
 
 @pytest.mark.parametrize("relu, summed", [(True, False), (True, True), (False, True)])
@@ -1026,7 +1049,9 @@ def test_statistics_noted_by_the_convolution(name, small):
     problem = pc.ConvProblem.forward(2, shape, filters, filters[:1], padding=padding, dtype=dtype)
     plan = cached_plan(replace(problem, layout="NHWC" if last else "NCHW"), get_device("cuda"), False, True)
     assert (plan.schedule.moments is not None) == (name not in PASSES)
-    how = fused_modules.fused.launches._LayerSpec(None, True, Settings(2, (1, 1), ((padding, padding),) * 2, (1, 1), 1, "fp32", None, False))
+    how = fused_modules.fused.launches._LayerSpec(
+        None, True, Settings(2, (1, 1), ((padding, padding),) * 2, (1, 1), 1, "fp32", None, False)
+    )
     y, (mean, invstd) = fused_modules.fused.launches._statistics(x, w, b, None, None, None, 0.1, 1e-3, how)
     # the fastest tile for y alone may be another one, with other bits
     assert torch.equal(y, pc.Plan(plan.problem, plan.device, config=plan.config)(x, w, b))

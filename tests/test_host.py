@@ -127,7 +127,9 @@ def compute(problem: ConvProblem, x, w):
         padded = tensors[0].numpy()
         for i, out in enumerate(problem.output_size[-n:]):
             padded = gather(padded, i + 2, -before[i], (out - 1) * stride[i] + reach[i] + 1)
-        return getattr(torch.nn.functional, f"conv{n}d")(torch.from_numpy(padded), tensors[1], None, stride, 0, dilation, problem.groups).numpy()
+        return getattr(torch.nn.functional, f"conv{n}d")(
+            torch.from_numpy(padded), tensors[1], None, stride, 0, dilation, problem.groups
+        ).numpy()
     full = getattr(torch.nn.functional, f"conv_transpose{n}d")(*tensors, None, stride, 0, 0, problem.groups, dilation).numpy()
     for i, size in enumerate(problem.input_size[-n:]):
         full = gather(full, i + 2, before[i], size)
@@ -145,7 +147,9 @@ def cases(draw, longest=20) -> Case:
     options = {"stride": some(1, 4), "dilation": some(1, 3), "groups": groups}
     options["padding"] = tuple(zip(some(0, 9), some(0, 9), strict=True))
     if transposed:
-        options["output_padding"] = tuple(draw(st.integers(0, max(s, d) - 1)) for s, d in zip(options["stride"], options["dilation"], strict=True))
+        options["output_padding"] = tuple(
+            draw(st.integers(0, max(s, d) - 1)) for s, d in zip(options["stride"], options["dilation"], strict=True)
+        )
     channels, other = groups * draw(st.integers(1, 2)), draw(st.integers(1, 2))
     weight = (channels, other) if transposed else (groups * other, channels // groups)
     batch = draw(st.sampled_from([(), (1,), (2,), (5,)]))
@@ -216,9 +220,13 @@ class Planned(SimpleNamespace):
 
 
 def test_all_pieces_have_one_configuration():
-    cases = [fprop((7, 16, 30, 30), (32, 16, 3, 3), padding=1), dgrad((1, 16, 99, 30), (16, 20, 3, 3), stride=2), fprop((1, 2, 5), (1, 2, 5))]
+    cases = [
+        fprop((7, 16, 30, 30), (32, 16, 3, 3), padding=1), dgrad((1, 16, 99, 30), (16, 20, 3, 3), stride=2), fprop((1, 2, 5), (1, 2, 5))
+    ]
     sizes, large = [20_000] * 3, fprop((7, 64, 60, 60), (64, 64, 3, 3), padding=1)
-    for case, chunk_bytes, capability in (*zip(cases, sizes, [(7, 0)] * 3, strict=True), (large, 2_000_000, (7, 0)), (large, 2_000_000, (9, 0))):
+    for case, chunk_bytes, capability in (
+        *zip(cases, sizes, [(7, 0)] * 3, strict=True), (large, 2_000_000, (7, 0)), (large, 2_000_000, (9, 0))
+    ):
         device = SimpleNamespace(multiprocessors=132, backend="cuda", capability=capability, model="")
         plan = Planned(case.problem(), device, engines.choose(case.problem(), device))
         seen = [(chunk.piece, chunk.plan.config) for chunk in host._chunks.__wrapped__(plan, chunk_bytes, device)]
@@ -246,7 +254,9 @@ def test_plans_with_equal_filter_keys_pack_a_filter_alike():
                 continue
             ((step,),) = engines.schedule(problem, config, device).prepare
             defines = {name: value for name, value in step.defines.items() if name not in ("NHWC", "VECTOR", "CLUSTER")}  # of the images
-            names = step.arguments._fields[step.arguments._fields.index("rows_group") :] + ("filter_rows", "row_bits", "channels", "slack", "folds", "fold_r", "fold_s")
+            names = step.arguments._fields[step.arguments._fields.index("rows_group") :] + (
+                "filter_rows", "row_bits", "channels", "slack", "folds", "fold_r", "fold_s"
+            )
             args = {name: getattr(step.arguments, name) for name in names}
             taken = step.kernel, step.grid, defines, step.buffers[1], step.buffers[-4:], args
             assert seen.setdefault(engines.filter_key(problem, config), taken) == taken
@@ -302,7 +312,8 @@ def test_a_block_comes_back_with_the_last_view_and_is_used_again():
     array = pool.empty((4, 3, 5), "f8")
     assert array.shape == (4, 3, 5) and array.dtype == np.float64 and array.flags.c_contiguous and array.flags.writeable
     array[...] = np.arange(60).reshape(4, 3, 5)
-    first, views = address(array), [array[1:], array.reshape(-1)[::2], array.T, array.view("i8"), np.asarray(array)[2, 1], memoryview(array)]
+    first = address(array)
+    views = [array[1:], array.reshape(-1)[::2], array.T, array.view("i8"), np.asarray(array)[2, 1], memoryview(array)]
     copy = pickle.loads(pickle.dumps(array))
     del array
     while views:
@@ -571,7 +582,9 @@ def in_2d(source, target, rows, stream):
     assert rows["width"] <= min(source["pitch"], target["pitch"])
     inward = target["kind"] == copies.DEVICE
     for y in range(rows["height"]):
-        at, to = (end[("host", "device")[end["kind"] - 1]] + (end.get("y", 0) + y) * end["pitch"] + end.get("x", 0) for end in (source, target))
+        at, to = (
+            end[("host", "device")[end["kind"] - 1]] + (end.get("y", 0) + y) * end["pitch"] + end.get("x", 0) for end in (source, target)
+        )
         host = np.frombuffer((ctypes.c_uint8 * rows["width"]).from_address(at if inward else to), np.uint8)
         stream.device.copy(to, at, rows["width"], stream, host, inward)
 
@@ -699,7 +712,9 @@ class Simulated(device_module.CudaDevice):
                     raise RuntimeError("an illegal address was encountered")
                 flags = cl._cl.mem_flags
                 arrays = [self._find(at, locked=True) if at else None for at in buffers]
-                memory = [None if a is None else cl._cl.Buffer(cl.context, flags.READ_WRITE | flags.USE_HOST_PTR, hostbuf=a) for a in arrays]
+                memory = [
+                    None if a is None else cl._cl.Buffer(cl.context, flags.READ_WRITE | flags.USE_HOST_PTR, hostbuf=a) for a in arrays
+                ]
                 with cl._lock:
                     for launcher in launchers:
                         launcher(memory, None)
@@ -890,7 +905,9 @@ def packing(monkeypatch):
         one, whole = divider(1), divider(size)
         arguments = CopyArguments(size, 1, 1, 1, size, one, one, one, whole, 0, 0, 0, 0, 1)
         copy = KernelLaunch("copy_strided", defines, -(-size // 256), 256, (WEIGHT, PACKED), (), arguments=arguments)
-        stages = [[replace(step, buffers=tuple(PACKED if i == WEIGHT else i for i in step.buffers)) for step in stage] for stage in plain.steps]
+        stages = [
+            [replace(step, buffers=tuple(PACKED if i == WEIGHT else i for i in step.buffers)) for step in stage] for stage in plain.steps
+        ]
         return Schedule([[copy]], stages, [[copy], *stages], -(-plain.workspace_bytes // 256) * 256, size * problem.itemsize)
 
     def counted(plan, *args):
@@ -945,7 +962,9 @@ def test_kernels_reach_small_arrays_in_page_locked_memory(gpu, monkeypatch, way)
     monkeypatch.setattr(gpu._streams(), "small", None)
 
 
-@pytest.mark.parametrize("way, chunk_bytes", [("images", 700), ("rows", 1 << 30), ("transposed rows", 700), ("three axes", 1 << 30), ("unbatched", 700)])
+@pytest.mark.parametrize(
+    "way, chunk_bytes", [("images", 700), ("rows", 1 << 30), ("transposed rows", 700), ("three axes", 1 << 30), ("unbatched", 700)]
+)
 def test_a_filter_is_packed_once_a_call(simulated, cut, packing, way, chunk_bytes):
     case = WAYS[way]
     arrays, expected = case.integers("float32"), case.reference(*case.integers("float32"))
@@ -982,7 +1001,10 @@ def test_a_filter_packed_another_way_than_the_chunks_take_it_is_packed_again(sim
         assert len(packing) == len({piece.problem.input_shape for piece in pieces(ROWS.problem(), host.LEAST_CHUNK_BYTES)}) > 1
 
 
-@pytest.mark.parametrize("way, chunk_bytes", [*((way, 700) for way in WAYS), ("images", 4000), ("transposed rows", 4000), ("rows", 1 << 30), ("depthwise", 1 << 30)])
+@pytest.mark.parametrize(
+    "way, chunk_bytes",
+    [*((way, 700) for way in WAYS), ("images", 4000), ("transposed rows", 4000), ("rows", 1 << 30), ("depthwise", 1 << 30)]
+)
 def test_results_are_right_in_chunks_of_any_size(gpu, cut, way, chunk_bytes):
     case = WAYS[way]
     dtype = {"images": "float16", "rows": "float64"}.get(way, "float32")
@@ -1020,7 +1042,9 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("way, layout", [(way, one) for i, one in enumerate(LAYOUTS) for way in ("images", ("rows", "transposed rows")[i % 2])])
+@pytest.mark.parametrize(
+    "way, layout", [(way, one) for i, one in enumerate(LAYOUTS) for way in ("images", ("rows", "transposed rows")[i % 2])]
+)
 def test_every_layout_gives_the_same_bits(gpu, cut, way, layout):
     case = WAYS[way]
     arrays = case.normals("float32")
@@ -1100,7 +1124,10 @@ def test_without_page_locked_memory_results_are_ordinary_arrays_of_the_same_valu
 @pytest.mark.gpu_alone
 def test_many_calls_leave_memory_as_it_was(gpus, cut):
     """PYCUDA_CONV_SOAK=10000 for a long one."""
-    jobs = [(case, case.integers("float32", seed), case.reference(*case.integers("float32", seed))) for case in (IMAGES, ROWS, BANDS) for seed in range(2)]
+    jobs = [
+        (case, case.integers("float32", seed), case.reference(*case.integers("float32", seed))) for case in (IMAGES, ROWS, BANDS)
+        for seed in range(2)
+    ]
     rng = random.Random(0)
     held, before, threads = [], None, 0
 
@@ -1304,7 +1331,11 @@ class Limited:
         monkeypatch.setattr(type(gpu), "allocate", allocate)
 
 
-@pytest.mark.parametrize("case", [fprop((1, 8, 400, 50), (8, 8, 5, 3)), fprop((40, 8, 10, 50), (8, 8, 5, 3)), dgrad((1, 8, 200, 50), (8, 8, 3, 3), stride=(2, 1))], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [fprop((1, 8, 400, 50), (8, 8, 5, 3)), fprop((40, 8, 10, 50), (8, 8, 5, 3)), dgrad((1, 8, 200, 50), (8, 8, 3, 3), stride=(2, 1))],
+    ids=str
+)
 def test_arrays_may_be_larger_than_the_device_s_memory(gpu, cut, monkeypatch, case):
     cut(1 << 16, 1 << 14)
     limited = Limited(monkeypatch, gpu, limit := 950_000)  # parts of split sums are among what is there
@@ -1439,7 +1470,10 @@ def test_as_many_gpus_are_used_as_pay(simulated, monkeypatch):
         plan = Plan.__new__(Plan)
         plan.problem = plan.config = plan.device = None
         counts = dict(zip(several_gpus.numbers_of_gpus(len(per_gb) if len(per_gb) < 3 else 4), per_gb, strict=True))
-        monkeypatch.setattr(several_gpus, "throughputs", lambda *key: asked.append(key) or {n: several_gpus.Throughput(start * n, s / 1e9) for n, s in counts.items()})
+        monkeypatch.setattr(
+            several_gpus, "throughputs",
+            lambda *key: asked.append(key) or {n: several_gpus.Throughput(start * n, s / 1e9) for n, s in counts.items()}
+        )
         return several_gpus.gpus_that_pay(plan, simulated, x, of, residual, host.copy_only)[0]
 
     assert [several_gpus.numbers_of_gpus(n) for n in (1, 2, 3, 4, 6, 8)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4], [1, 2, 4, 6], [1, 2, 4, 8]]
@@ -1461,7 +1495,9 @@ def test_calls_correct_what_was_expected_of_gpus(simulated, monkeypatch):
 
     def numbers(expected, real, calls, of=plan, later=None):
         monkeypatch.setattr(several_gpus, "_taken", weakref.WeakKeyDictionary())
-        monkeypatch.setattr(several_gpus, "throughputs", lambda *_: {n: several_gpus.Throughput(0.0, s / 2 / x.nbytes) for n, s in expected.items()})
+        monkeypatch.setattr(
+            several_gpus, "throughputs", lambda *_: {n: several_gpus.Throughput(0.0, s / 2 / x.nbytes) for n, s in expected.items()}
+        )
         used = []
         for i in range(calls):
             count, took = several_gpus.gpus_that_pay(of, simulated, x, x, None, host.copy_only)
@@ -1671,9 +1707,15 @@ def test_a_bound_plan_s_filter_is_sent_once_and_its_memory_given_back(gpus, cut,
     before, sent, original = memory(gpus), [], type(gpus[0]).copy_in
     bound = Plan(case.problem(), gpus[0]).bind(w, b)
     assert sum(memory(gpus)[0]) == sum(before[0]) + 2
-    monkeypatch.setattr(type(gpus[0]), "copy_in", lambda self, target, whole, part, stream: (sent.append(part.nbytes), original(self, target, whole, part, stream)))
+    monkeypatch.setattr(
+        type(gpus[0]), "copy_in",
+        lambda self, target, whole, part, stream: (sent.append(part.nbytes), original(self, target, whole, part, stream))
+    )
     in_c = staging._InC.__init__
-    monkeypatch.setattr(staging._InC, "__init__", lambda self, lanes, arrays, *rest: (sent.extend(array.nbytes for array in arrays), in_c(self, lanes, arrays, *rest))[1])
+    monkeypatch.setattr(
+        staging._InC, "__init__",
+        lambda self, lanes, arrays, *rest: (sent.extend(array.nbytes for array in arrays), in_c(self, lanes, arrays, *rest))[1]
+    )
     for small in (0, 1 << 20):
         sent.clear()
         monkeypatch.setattr(host, "SMALL_BYTES", small)
@@ -1695,7 +1737,10 @@ def test_a_bound_plan_refuses_what_the_plan_does(anywhere):
         with pytest.raises(exception, match=text):
             plan.bind(*filters)(x)
     bound = plan.bind(w, b)
-    for wrong, exception, text in ((x[:1], ConvArgumentError, "input"), (x.astype("f8"), ConvArgumentError, "float"), (torch.from_numpy(x), TypeError, "kind"), (None, TypeError, "input")):
+    for wrong, exception, text in (
+        (x[:1], ConvArgumentError, "input"), (x.astype("f8"), ConvArgumentError, "float"), (torch.from_numpy(x), TypeError, "kind"),
+        (None, TypeError, "input")
+    ):
         with pytest.raises(exception, match=text):
             bound(wrong)
     with pytest.raises(ConvArgumentError, match="out must have shape"):

@@ -29,7 +29,9 @@ def test_images_of_integers(device, dtype):
     rng = np.random.default_rng(7)
     x = drawn(rng, dtype, (2, 3, 12, 11))
     for of_filter in ("float32", "float64", "float16", "int8", "uint8", "bool", "int64"):
-        w = drawn(rng, of_filter, (4, 3, 3, 3), 5) if of_filter in INTEGER_BYTES else rng.integers(-8, 9, (4, 3, 3, 3)).astype(of_filter) / 8
+        w = drawn(
+            rng, of_filter, (4, 3, 3, 3), 5
+        ) if of_filter in INTEGER_BYTES else rng.integers(-8, 9, (4, 3, 3, 3)).astype(of_filter) / 8
         w = w.astype(of_filter)
         exact = reference(False, 2, np.pad(x, ((0, 0), (0, 0), (1, 1), (1, 1)), "reflect"), w)
         y = pc.conv2d(x, w, padding=1, padding_mode="reflect", device=device)
@@ -47,7 +49,10 @@ def test_images_of_integers(device, dtype):
 @pytest.mark.parametrize("given", ["float32", "float64"])
 def test_results_are_rounded_to_even_and_clipped(device, dtype, given):
     least, most = limits(dtype)
-    x = np.array([0.5, 1.5, 2.5, -0.5, -1.5, 0.49999, least - 1.0, least, least + 0.5, most, most + 0.5, most + 1.0, 1e30, -1e30, np.inf, -np.inf, np.nan], given)
+    x = np.array([
+        0.5, 1.5, 2.5, -0.5, -1.5, 0.49999, least - 1.0, least, least + 0.5, most, most + 0.5, most + 1.0, 1e30, -1e30, np.inf, -np.inf,
+        np.nan
+    ], given)
     y = pc.conv1d(x[None, None], np.ones((1, 1, 1), given), dtype=dtype, device=device)[0, 0]
     expected = []
     for value in np.rint(x.astype(np.float64)).tolist():
@@ -211,7 +216,9 @@ def test_cupy_arrays_of_integers(dtype):
     np.testing.assert_array_equal(pc.conv2d(cupy.asarray(array), cupy.asarray(taps), dtype=dtype).get(), rounded(exact, dtype))
 
 
-@pytest.mark.parametrize(("mode", "dtype"), by_turns(["zeros", "reflect", "constant", "circular"], ["uint8", "int8", "uint16", "int16"], rounds=2))
+@pytest.mark.parametrize(
+    ("mode", "dtype"), by_turns(["zeros", "reflect", "constant", "circular"], ["uint8", "int8", "uint16", "int16"], rounds=2)
+)
 def test_the_kernel_of_images_reads_and_writes_integers(device, dtype, mode):
     """Edge tiles, unrolled filters and others, planes of several channels, an epilogue; sums that are clipped and that are no numbers."""
     rng = np.random.default_rng([*dtype.encode(), len(mode)])
@@ -241,5 +248,7 @@ def test_images_of_integers_are_read_as_they_lie(dtype):
     from pycuda_conv.runtime.target import Target
 
     for mode in ("zeros", "reflect"):
-        problem = ConvProblem.forward(2, (1, 1, 4096, 4096), (1, 1, 5, 5), padding=2, padding_mode=mode, input_dtype=dtype, result_dtype=dtype)
+        problem = ConvProblem.forward(
+            2, (1, 1, 4096, 4096), (1, 1, 5, 5), padding=2, padding_mode=mode, input_dtype=dtype, result_dtype=dtype
+        )
         assert isinstance(engines.choose(problem, Target("sm_90a")), engines.Tile)

@@ -59,11 +59,16 @@ def test_every_way_of_torchs_computes_the_layer():
 
 def test_means_and_pages():
     """The two layers of one problem count together; a way that failed counts nowhere."""
-    one = bench.Row("a", "first", "fp32", "fprop", {bench.OURS: 2.0, bench.DEFAULT: 3.0, bench.OURS_TF32: 1.0}, {bench.OURS: 1e-7, bench.DEFAULT: 3e-4, bench.OURS_TF32: 3e-4})
+    one = bench.Row(
+        "a", "first", "fp32", "fprop", {bench.OURS: 2.0, bench.DEFAULT: 3.0, bench.OURS_TF32: 1.0},
+        {bench.OURS: 1e-7, bench.DEFAULT: 3e-4, bench.OURS_TF32: 3e-4}
+    )
     two = bench.Row("a", "second", "fp32", "fprop", {bench.OURS: 2.0, bench.DEFAULT: 9.0, bench.OURS_TF32: 1.0}, one.errors)
     other = bench.Row("b", "third", "fp32", "fprop", {bench.OURS: 4.0, bench.DEFAULT: 3.0}, one.errors)
     found = bench.means([one, two, other], "kernelbench")
-    assert [mean.cells()[1:] for mean in found] == [("2", "1.50", "0.75", "1", "50.0%", "1.0e-07", "3.0e-04"), ("1", "6.00", "6.00", "0", "0.0%", "3.0e-04", "3.0e-04")]
+    assert [mean.cells()[1:] for mean in found] == [
+        ("2", "1.50", "0.75", "1", "50.0%", "1.0e-07", "3.0e-04"), ("1", "6.00", "6.00", "0", "0.0%", "3.0e-04", "3.0e-04")
+    ]
     text = bench.page(MACHINE, [one, two, other], found, "kernelbench")
     assert "| third | 4.00 (1e-07) | 3.00 (3e-04) | - |" in text and "a command" in text
     rows = [bench.Row("", f"layer {i}", "tf32", "fprop" if i else "dgrad", {bench.OURS: 2.0, bench.TORCH: 1.0 + i}) for i in range(3)]
@@ -83,7 +88,10 @@ def test_fp32_with_every_kind_of_numbers(device, numbers):
 def test_the_chart_of_time_and_error(tmp_path):
     """Over the layers that every way computed; the same figures give the same bytes."""
     pytest.importorskip("matplotlib")
-    rows = [bench.Row("", str(i), "fp32", "fprop", {bench.OURS: 2.0 * i, bench.IEEE: 8.0 * i, **({bench.LAST: 1.0} if i == 1 else {})}, {bench.OURS: 1e-7, bench.IEEE: 4e-7, bench.LAST: 1e-4}) for i in (1, 2)]
+    rows = [bench.Row(
+        "", str(i), "fp32", "fprop", {bench.OURS: 2.0 * i, bench.IEEE: 8.0 * i, **({bench.LAST: 1.0} if i == 1 else {})},
+        {bench.OURS: 1e-7, bench.IEEE: 4e-7, bench.LAST: 1e-4}
+    ) for i in (1, 2)]
     assert bench.points(rows) == {bench.OURS: (pytest.approx(0.25), pytest.approx(1e-7)), bench.IEEE: (1.0, pytest.approx(4e-7))}
     for name in ("one.svg", "two.svg"):
         plots.time_and_error(bench.points(rows), MACHINE, tmp_path / name)
@@ -110,8 +118,12 @@ def test_pages_say_of_which_kernels_their_figures_are(tmp_path, monkeypatch, cap
     before = pages.digest()
     (tmp_path / "docs").mkdir()
     said = report.measured_by(MACHINE | {"kernels": before})
-    (tmp_path / report.RESULTS_PAGE).write_text(f"<!-- results:begin -->\n{said}\n<!-- results:end -->\n<!-- host:begin -->\n{report.measured_by(MACHINE)}\n<!-- host:end -->\n")
-    (tmp_path / report.FRONT_PAGE).write_text(f"<!-- drawn:begin -->\n{said}\n<!-- drawn:end -->\n<!-- loop:begin -->\n\n<!-- loop:end -->\n")
+    (tmp_path / report.RESULTS_PAGE).write_text(
+        f"<!-- results:begin -->\n{said}\n<!-- results:end -->\n<!-- host:begin -->\n{report.measured_by(MACHINE)}\n<!-- host:end -->\n"
+    )
+    (tmp_path / report.FRONT_PAGE).write_text(
+        f"<!-- drawn:begin -->\n{said}\n<!-- drawn:end -->\n<!-- loop:begin -->\n\n<!-- loop:end -->\n"
+    )
     monkeypatch.chdir(tmp_path)
     assert pages.main([]) == 1 and "docs/results.md, host: does not say of which kernels\n" in capsys.readouterr().out
     (own / "a.cu").write_text("int a; // another\n\n/* and more */\n")
@@ -119,6 +131,8 @@ def test_pages_say_of_which_kernels_their_figures_are(tmp_path, monkeypatch, cap
     assert len(list(pages.outdated(tmp_path))) == 1
     (own / "a.cu").write_text("int b;\n")
     pages.digest.cache_clear()
-    assert [one.split(":")[0] for one in pages.outdated(tmp_path)] == ["docs/results.md, results", "docs/results.md, host", "README.md, drawn"]
+    assert [one.split(":")[0] for one in pages.outdated(tmp_path)] == [
+        "docs/results.md, results", "docs/results.md, host", "README.md, drawn"
+    ]
     assert {command[0] for command in pages.COMMANDS.values()} == {"bench", "verify"}
     pages.digest.cache_clear()

@@ -25,7 +25,9 @@ def small(name, **_):
     if name == "broken":
         raise ValueError("there is no network 'broken'")
     n = torch.nn
-    layers = n.Sequential(n.Conv2d(3, 8, 3, padding=1, bias=False), n.BatchNorm2d(8), n.ReLU(), n.Conv2d(8, 4, 3, stride=2, groups=2), n.BatchNorm2d(4))
+    layers = n.Sequential(
+        n.Conv2d(3, 8, 3, padding=1, bias=False), n.BatchNorm2d(8), n.ReLU(), n.Conv2d(8, 4, 3, stride=2, groups=2), n.BatchNorm2d(4)
+    )
     layers.layer_scale = n.Parameter(torch.full((1,), 1e-6))
     return n.Sequential(layers, n.AdaptiveAvgPool2d(1), n.Flatten(), n.Dropout(0.5), n.Linear(4, 1000))
 
@@ -50,7 +52,10 @@ def cpu(monkeypatch, stand_in, opencl):
     device = SimpleNamespace(name="cpu", backend="cuda", all_compiled=lambda: True)
     monkeypatch.setattr(bench, "gpu_for", lambda settings, flag: device)
     monkeypatch.setattr(bench, "describe", lambda *_: {"date": "2026-01-01T", "GPU": "none, such", "torch": "2"})
-    monkeypatch.setattr(models, "gpu_times", lambda torch, ways, sets, effort, captured: (models.wall_times(ways, sets, effort), "graph" if captured == math.inf else ""))
+    monkeypatch.setattr(
+        models, "gpu_times",
+        lambda torch, ways, sets, effort, captured: (models.wall_times(ways, sets, effort), "graph" if captured == math.inf else "")
+    )
     monkeypatch.setattr(ahead, "first_calls", lambda *_: set())
     monkeypatch.setattr(models, "plans", lambda problems, device, with_moments=False: [])
     for name in ("synchronize", "set_device", "empty_cache", "reset_peak_memory_stats"):
@@ -76,7 +81,9 @@ def test_cases_are_listed(capsys):
     trained = [line for line in capsys.readouterr().out.splitlines() if line.endswith("trained")]
     assert trained == ["vgg11, 32 images, bf16, trained", "resnet50, 64 images, bf16, trained", "resnet50, 256 images, bf16, trained"]
     texts = [str(case) for case in models.cases((), True, True)]  # what tells most comes first
-    assert texts.index("small_unet, 4 images, fp16-nhwc, evaluated") < texts.index("resnet50, 32 images, fp32, evaluated") < texts.index("resnet50, 1 image, fp16-nhwc, evaluated")
+    assert texts.index(
+        "small_unet, 4 images, fp16-nhwc, evaluated"
+    ) < texts.index("resnet50, 32 images, fp32, evaluated") < texts.index("resnet50, 1 image, fp16-nhwc, evaluated")
 
 
 @pytest.mark.parametrize("arguments, words", [
@@ -91,8 +98,12 @@ def test_what_cannot_be_measured_is_told_in_one_line(capsys, arguments, words):
 
 def test_the_arithmetic_of_rows():
     times = {LIGHT: 2.0, EAGER: 3.0, REDUCED: 1.5, OURS_REDUCED: 1.2}
-    evaluated = Evaluated(CASE, "ok", times, {LIGHT: 1.0, INDUCTOR: 0.8, EAGER: 4.0, COMPILED: 1.2}, {LIGHT: 1e-7, INDUCTOR: 3e-7, EAGER: 2e-7}, {}, 53)
-    assert evaluated.cells()[:14] == ("resnet50", "32", "fp32", "53", "-", "1.00", "0.80", "4.00", "1.20", "1.20", "1.50", "2.00", "3.00", "1.50")
+    evaluated = Evaluated(
+        CASE, "ok", times, {LIGHT: 1.0, INDUCTOR: 0.8, EAGER: 4.0, COMPILED: 1.2}, {LIGHT: 1e-7, INDUCTOR: 3e-7, EAGER: 2e-7}, {}, 53
+    )
+    assert evaluated.cells()[:14] == (
+        "resnet50", "32", "fp32", "53", "-", "1.00", "0.80", "4.00", "1.20", "1.20", "1.50", "2.00", "3.00", "1.50"
+    )
     assert evaluated.cells()[14:] == ("-", "1.20", "1.50", "1.25", "-", "-", "-", "-", "3.0e-07", "2.0e-07", "-", "ok")
     early = Evaluated(CASE, "ok", times, {INDUCTOR: 2.0, rivals.COMPILED_TF32: 2.2}, early_ms={LIGHT: 2.0, EAGER: 5.0}, share=0.416)
     assert early.cells()[4] == "42%" and early.cells()[14] == "2.50" and early.tf32_ratio == pytest.approx(1.1)
@@ -100,9 +111,16 @@ def test_the_arithmetic_of_rows():
     assert record["network"] == "resnet50" and record["graph_ms"][COMPILED] == 1.2 and record["errors"][EAGER] == 2e-7
     assert [record[name] for name in Evaluated.COMPUTED[:4]] == pytest.approx([1.2, 1.5, 1.25, 1.5])
     assert Evaluated(CASE, "ok", times, {LIGHT: 1.0, EAGER: 4.0}).light_ratio == 4.0  # nothing was compiled
-    trained = Trained(TRAINED, "ok", {LIGHT: 20.0, EAGER: 40.0, COMPILED: 25.0, INDUCTOR: 16.0}, {LIGHT: 1e-3, INDUCTOR: 2e-3}, {}, 3e9, 4e9)
-    assert trained.cells()[3:] == ("3200", "4000", "1600", "2560", "-", "-", "2.00", "1.25", "1.56", "-", "-", "3.00", "4.00", "0.75", "2.0e-03", "-", "-", "ok")
-    graphs = Trained(TRAINED, "ok", {}, graph_ms={LIGHT: 2.0, EAGER: 3.0, COMPILED: 5.0, INDUCTOR: 4.0}, errors={LIGHT: 2e-3, INDUCTOR: 3e-3, EAGER: 1e-3})
+    trained = Trained(
+        TRAINED, "ok", {LIGHT: 20.0, EAGER: 40.0, COMPILED: 25.0, INDUCTOR: 16.0}, {LIGHT: 1e-3, INDUCTOR: 2e-3}, {}, 3e9, 4e9
+    )
+    assert trained.cells()[3:] == (
+        "3200", "4000", "1600", "2560", "-", "-", "2.00", "1.25", "1.56", "-", "-", "3.00", "4.00", "0.75", "2.0e-03", "-", "-", "ok"
+    )
+    graphs = Trained(
+        TRAINED, "ok", {}, graph_ms={LIGHT: 2.0, EAGER: 3.0, COMPILED: 5.0, INDUCTOR: 4.0},
+        errors={LIGHT: 2e-3, INDUCTOR: 3e-3, EAGER: 1e-3}
+    )
     assert (graphs.light_graph_ratio, graphs.inductor_graph_ratio) == (1.5, 1.25) and graphs.figures()[-2:] == ("3.0e-03", "1.0e-03")
     curve = Curve(CASE, "WRONG", (1.0, 2.0, 6.0), (3.0,), (), (), 7.0, 0.25)
     assert curve.figures() == ("7.00 to 0.25", "2.0e+00 / 6.0e+00", "3.0e+00 / 3.0e+00", "-", "-")
@@ -154,7 +172,9 @@ def test_branches_are_open():
 
 def test_what_a_network_computes_in_training():
     n = torch.nn
-    model = n.Sequential(n.Conv2d(3, 8, 3, stride=2), n.Conv2d(8, 8, 3, padding=1, groups=2, bias=False), n.Conv2d(8, 8, 3, padding=1, groups=2, bias=False)).to("meta")
+    model = n.Sequential(
+        n.Conv2d(3, 8, 3, stride=2), n.Conv2d(8, 8, 3, padding=1, groups=2, bias=False), n.Conv2d(8, 8, 3, padding=1, groups=2, bias=False)
+    ).to("meta")
     images = torch.randn(2, 3, 9, 9, device="meta")
     found = training_steps.convolutions(torch, model, images, "fp32")
     # images have no gradient; the last two are one
@@ -171,7 +191,10 @@ def test_arithmetic_is_set_and_put_back():
         assert torch.get_float32_matmul_precision() == before
 
 
-@pytest.mark.parametrize("mode, weights, inside", [("bf16-nhwc", torch.float32, torch.bfloat16), ("fp32", torch.float32, torch.float32), ("fp64", torch.float64, torch.float64)])
+@pytest.mark.parametrize(
+    "mode, weights, inside",
+    [("bf16-nhwc", torch.float32, torch.bfloat16), ("fp32", torch.float32, torch.float32), ("fp64", torch.float64, torch.float64)]
+)
 def test_a_step_is_of_its_mode(stand_in, mode, weights, inside):
     case = Case("trained", "net", 2, mode)
     images, labels = training_steps.data(torch, case, "cpu", (3, 8, 8))
@@ -216,7 +239,10 @@ def test_all_of_it_on_a_device_that_counts_as_a_gpu(cpu, capsys, tmp_path):
     front = tmp_path / report.FRONT_PAGE
     for each in (page, front):
         each.write_text("before\n<!-- models:begin -->\nold\n<!-- models:end -->\n")
-    assert main(["bench", "--models", "--training", "--quick", "--mode", "fp32", "bf16-nhwc", "--seed", "5", "--json", str(file), "--pages", str(tmp_path)]) == FAILED
+    assert main([
+        "bench", "--models", "--training", "--quick", "--mode", "fp32", "bf16-nhwc", "--seed", "5", "--json", str(file), "--pages",
+        str(tmp_path)
+    ]) == FAILED
     rows = json.loads(file.read_text())["rows"]
     assert [(row["network"], row["what"], row["mode"]) for row in rows] == [
         *((name, "evaluated", mode) for mode in ("fp32", "bf16-nhwc") for name in ("broken", "net")), ("net", "trained", "fp32"), ("net", "trained", "bf16-nhwc")
@@ -235,7 +261,9 @@ def test_all_of_it_on_a_device_that_counts_as_a_gpu(cpu, capsys, tmp_path):
     assert out.count("\nbroken, 2 images, fp32, evaluated: failed: ValueError: there is no network 'broken'\n") == 1
     assert err.count("\n") == len(rows) and "net, 4 images, bf16-nhwc, trained: light " in err
     text = page.read_text()
-    assert text.startswith("before\n<!-- models:begin -->\nMeasured by `pycuda-conv bench --models --training --mode fp32 bf16-nhwc --quick`") and "| net | 4 | fp32 |" in text
+    assert text.startswith(
+        "before\n<!-- models:begin -->\nMeasured by `pycuda-conv bench --models --training --mode fp32 bf16-nhwc --quick`"
+    ) and "| net | 4 | fp32 |" in text
     assert front.read_text().startswith(f"before\n<!-- models:begin -->\n{model_rows.FRONT_WORDS}")
 
 
@@ -244,7 +272,9 @@ def test_what_is_wrong_is_told(cpu, monkeypatch, what):
     case, effort = Case(what, "net", 4, "fp32"), Effort(rounds=1, seconds=0)
 
     def measure():
-        return (models.measure_evaluation if what == "evaluated" else models.measure_training)(torch, case, cpu, effort, 1, models.sides_of(case, True, False))
+        return (
+            models.measure_evaluation if what == "evaluated" else models.measure_training
+        )(torch, case, cpu, effort, 1, models.sides_of(case, True, False))
 
     assert measure().verdict == "ok"
     right = models.made
@@ -274,7 +304,9 @@ def test_a_rival_that_fails_is_left_out(cpu, monkeypatch, what):
 
     for module in (models, training_steps):
         monkeypatch.setattr(module, "made", half)
-    row = (models.measure_evaluation if what == "evaluated" else models.measure_training)(torch, case, cpu, effort, 1, models.sides_of(case, False, False))
+    row = (
+        models.measure_evaluation if what == "evaluated" else models.measure_training
+    )(torch, case, cpu, effort, 1, models.sides_of(case, False, False))
     assert row.verdict == "ok" and row.failed == {COMPILED: "ValueError: compiler fails"}
     times = row.wall_ms if what == "evaluated" else row.step_ms
     assert COMPILED not in times and set(times) >= {LIGHT, EAGER, INDUCTOR, REDUCED} and math.isnan(row.inductor_ratio)

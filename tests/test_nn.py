@@ -356,7 +356,9 @@ def test_paddings_before_and_after_each_axis(where, ndim, mode):
     close(layer.from_modules(ours, norm)(x), F.relu(F.batch_norm(theirs(x), None, None, training=True)))
     with torch.no_grad():
         close(model.eval()(x), F.relu(F.batch_norm(theirs(x), norm.running_mean, norm.running_var)))
-    with pytest.raises(pc.ConvArgumentError, match=re.escape(f"padding must be an integer, {ndim} integers, 'same' or 'valid', but got padding=((2, 1)")):
+    with pytest.raises(
+        pc.ConvArgumentError, match=re.escape(f"padding must be an integer, {ndim} integers, 'same' or 'valid', but got padding=((2, 1)")
+    ):
         layer(2, 3, 2, padding=pairs)
     with pytest.raises(pc.ConvArgumentError, match=f"expected padding to be {ndim} pairs"):
         getattr(pn, f"Conv{ndim}d")(2, 3, 2, padding=(*pairs, (1, 1)))
@@ -431,7 +433,8 @@ def network():
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3, groups=1), torch.nn.BatchNorm2d(4), torch.nn.ReLU6()), Block(4),
-        torch.nn.Sequential(torch.nn.ConvTranspose2d(4, 2, 2, stride=2), torch.nn.BatchNorm2d(2), torch.nn.ReLU()), torch.nn.AdaptiveAvgPool2d(2), torch.nn.Flatten(), torch.nn.Linear(8, 3),
+        torch.nn.Sequential(torch.nn.ConvTranspose2d(4, 2, 2, stride=2), torch.nn.BatchNorm2d(2), torch.nn.ReLU()),
+        torch.nn.AdaptiveAvgPool2d(2), torch.nn.Flatten(), torch.nn.Linear(8, 3),
     )  # fmt: skip
     for norm in model.modules():
         if isinstance(norm, torch.nn.BatchNorm2d):
@@ -528,7 +531,9 @@ class Own(torch.nn.Conv2d):
 
 
 def test_what_is_converted():
-    model = torch.nn.ModuleList([Own(1, 1, 1), torch.nn.Sequential(torch.nn.Conv2d(1, 1, 1), torch.nn.BatchNorm2d(1)), torch.nn.Linear(2, 2)])
+    model = torch.nn.ModuleList(
+        [Own(1, 1, 1), torch.nn.Sequential(torch.nn.Conv2d(1, 1, 1), torch.nn.BatchNorm2d(1)), torch.nn.Linear(2, 2)]
+    )
     done = pn.report(pn.convert(model))
     assert [str(one) for one in done.converted] == ["0 (Own)", "1.0 (Conv2d)"] and not done.notes
     model = torch.nn.Sequential(torch.nn.Conv2d(1, 1, 1), torch.nn.BatchNorm2d(1))

@@ -28,7 +28,9 @@ def norm_of(x, place):
 
 
 def ours(norm, x, activation):
-    return norm_act(x, norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.num_batches_tracked, norm.momentum, norm.eps, activation)
+    return norm_act(
+        x, norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.num_batches_tracked, norm.momentum, norm.eps, activation
+    )
 
 
 def reference(norm, x, activation):
@@ -82,7 +84,10 @@ def test_as_torch_s_norm_and_activation(place, last, activation, dtype):
 @pytest.mark.parametrize("place", PLACES)
 def test_what_the_kernels_do_not_take_torch_computes(place):
     x = torch.randn(4, 6, 5, 5, device=place)
-    for given, of_norm in ((x[..., 0, 0], torch.float32), (x.half(), torch.float16), (x.transpose(2, 3), torch.float32), (x[:, ::2].repeat(1, 2, 1, 1), torch.float32)):
+    for given, of_norm in (
+        (x[..., 0, 0], torch.float32), (x.half(), torch.float16), (x.transpose(2, 3), torch.float32),
+        (x[:, ::2].repeat(1, 2, 1, 1), torch.float32)
+    ):
         norm = norm_of(x, place).to(of_norm)
         ref = F.relu(F.batch_norm(given, None, None, norm.weight, norm.bias, True, 0.0, norm.eps))
         close(ours(norm, given, "relu"), ref, given.dtype)

@@ -80,7 +80,10 @@ def test_numpy_computes_in_one_thread():
 
 
 PACKAGE = Path(pc.__file__).parent
-EXAMPLES = sorted(".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in PACKAGE.rglob("*.py") if re.search("^ *>>> ", path.read_text(), re.M))
+EXAMPLES = sorted(
+    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+    for path in PACKAGE.rglob("*.py") if re.search("^ *>>> ", path.read_text(), re.M)
+)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -254,7 +257,9 @@ def test_the_commands_in_the_kernel_files_compile_them(tmp_path):
         pytest.skip("nvcc is not installed")
     for file in shortest.values():
         _, *options = BY_HAND[file][0].split()
-        done = subprocess.run([NVCC, *options, "-o", str(tmp_path / "cubin")], cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
+        done = subprocess.run(
+            [NVCC, *options, "-o", str(tmp_path / "cubin")], cwd=ROOT, capture_output=True, text=True, timeout=900, check=False
+        )
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "") and (tmp_path / "cubin").stat().st_size
 
 
@@ -327,4 +332,6 @@ def test_the_planner_s_matrix_products_do_not_spill():
 
 
 def test_the_kernels_lie_where_the_package_looks():
-    assert {named(p) for p in KERNELS} >= {"copy_strided", "direct_batched", "direct_dgrad", "direct_gemm", "direct_reduce", "direct_single", "direct_tile", "direct_wgrad"}
+    assert {named(p) for p in KERNELS} >= {
+        "copy_strided", "direct_batched", "direct_dgrad", "direct_gemm", "direct_reduce", "direct_single", "direct_tile", "direct_wgrad"
+    }

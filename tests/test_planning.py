@@ -96,8 +96,12 @@ def test_phases_without_taps_are_neither_planned_nor_launched_one_by_one(layout,
     """However long a stride is, a plan has hardly more launches than the filter has taps."""
     made = phases_made(monkeypatch)
     geometry.phases.cache_clear()
-    device = Target(architecture) if architecture else SimpleNamespace(backend="opencl", capability=(0, 0), multiprocessors=2, name="", model="")
-    for (size, stride), dtype, bias, groups in product((((2,), 2**28), ((3, 2), 5000), ((2, 2, 3), 300)), DTYPE_BYTES, (None, (16,)), (1, 8)):
+    device = Target(architecture) if architecture else SimpleNamespace(
+        backend="opencl", capability=(0, 0), multiprocessors=2, name="", model=""
+    )
+    for (size, stride), dtype, bias, groups in product(
+        (((2,), 2**28), ((3, 2), 5000), ((2, 2, 3), 300)), DTYPE_BYTES, (None, (16,)), (1, 8)
+    ):
         for precision in ("fp32", "tf32") if dtype == "float32" else ("fp32",):
             ndim, taps, options = len(size), 3 ** len(size), {"dtype": dtype, "precision": precision, "layout": layout, "groups": groups}
             problem = ConvProblem.transposed(ndim, (1, 16, *size), (16, 16 // groups, *(3,) * ndim), bias, stride=stride, **options)

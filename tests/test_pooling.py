@@ -136,7 +136,8 @@ def test_a_graph_calls_ours_for_max_pooling(monkeypatch):
     calls, genuine = [], pooling.max_pool
     monkeypatch.setattr(pooling, "max_pool", lambda x, *windows: (calls.append(windows), genuine(x, *windows))[1])
     for ceil_mode in (False, True):
-        theirs, x = torch.nn.Sequential(torch.nn.MaxPool2d((3, 2), 2, 1, ceil_mode=ceil_mode), torch.nn.MaxPool2d(2)), torch.randn(1, 2, 9, 8)
+        theirs = torch.nn.Sequential(torch.nn.MaxPool2d((3, 2), 2, 1, ceil_mode=ceil_mode), torch.nn.MaxPool2d(2))
+        x = torch.randn(1, 2, 9, 8)
         ours = nn.compile(copy.deepcopy(theirs), "light")
         assert torch.equal(ours(x), theirs(x)) and calls == [((3, 2), 2, 1, 1, ceil_mode), (2, 2, 0, 1, False)]
         calls.clear()
@@ -155,7 +156,8 @@ def test_a_graph_calls_ours_for_means_in_light_mode(monkeypatch):
     calls, genuine = [], pooling.mean_pool
     monkeypatch.setattr(pooling, "mean_pool", lambda x, *windows: (calls.append(windows), genuine(x, *windows))[1])
     options = {"ceil_mode": True, "count_include_pad": False}, {"divisor_override": 3}
-    theirs, x = torch.nn.Sequential(torch.nn.AvgPool2d(3, 2, 1, **options[0]), torch.nn.AvgPool2d((2, 1), **options[1])), torch.randn(1, 2, 9, 8)
+    theirs = torch.nn.Sequential(torch.nn.AvgPool2d(3, 2, 1, **options[0]), torch.nn.AvgPool2d((2, 1), **options[1]))
+    x = torch.randn(1, 2, 9, 8)
     ours = nn.compile(copy.deepcopy(theirs), "light")
     given = [x.clone().requires_grad_() for _ in range(2)]
     for one, images in zip((ours, theirs), given, strict=True):

@@ -70,7 +70,9 @@ assert library.fake_living() == 0 and ctypes.c_size_t.in_dll(library, "fake_used
 
 
 def _has_pycuda(python):
-    return subprocess.run([python, "-c", "import importlib.util as u; assert u.find_spec('pycuda') and u.find_spec('numpy')"], capture_output=True).returncode == 0
+    return subprocess.run(
+        [python, "-c", "import importlib.util as u; assert u.find_spec('pycuda') and u.find_spec('numpy')"], capture_output=True
+    ).returncode == 0
 
 
 @pytest.fixture(scope="module")
@@ -87,11 +89,16 @@ def over_stand_in(tmp_path_factory):
     return python, folder
 
 
-@pytest.mark.parametrize(("name", "launcher"), [*((name, "c") for name in PROGRAMS), *((name, "python") for name in ("autoinit", "a context a test"))])
+@pytest.mark.parametrize(
+    ("name", "launcher"), [*((name, "c") for name in PROGRAMS), *((name, "python") for name in ("autoinit", "a context a test"))]
+)
 def test_programs(over_stand_in, name, launcher):
     python, folder = over_stand_in
     code, living = PROGRAMS[name]
-    more = {"LD_LIBRARY_PATH": str(folder), "PYTHONPATH": str(ROOT), "PYCUDA_CONV_LAUNCHER": launcher, "PYCUDA_CONV_BACKGROUND": "0", "FAKE_GPUS": "2"}
+    more = {
+        "LD_LIBRARY_PATH": str(folder), "PYTHONPATH": str(ROOT), "PYCUDA_CONV_LAUNCHER": launcher, "PYCUDA_CONV_BACKGROUND": "0",
+        "FAKE_GPUS": "2"
+    }
     env = {name: value for name, value in os.environ.items() if name != "PYCUDA_CONV_BACKEND"} | more
     done = subprocess.run([python, "-c", code + END], env=env, capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"right {living}\n", "")

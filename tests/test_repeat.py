@@ -383,7 +383,9 @@ GRADIENTS = {
 }
 
 
-@pytest.mark.parametrize("wanted, way", [((True, True), "gradients"), ((True, False), "gradient_by_first"), ((False, True), "gradient_by_second")])
+@pytest.mark.parametrize(
+    "wanted, way", [((True, True), "gradients"), ((True, False), "gradient_by_first"), ((False, True), "gradient_by_second")]
+)
 @pytest.mark.parametrize("name", [*list(GRADIENTS)[:4], "channels last"])
 def test_python_has_no_part_in_gradients_that_are_made_again(warm, monkeypatch, name, wanted, way):
     """One call makes both, by the launches that they take apart, one after the other."""
@@ -547,7 +549,9 @@ def named_by_turns(lines, told_apart):
     for i, line in enumerate(lines):
         head, _, numbers = line.partition(", takes")
         words = [word for (word,) in struct.iter_unpack("<Q", bytes.fromhex(numbers))] if numbers else []
-        found.append((head, [-word if word < 1 << 40 else seen.setdefault(word, len(seen)) if i < told_apart else "address" for word in words]))
+        found.append(
+            (head, [-word if word < 1 << 40 else seen.setdefault(word, len(seen)) if i < told_apart else "address" for word in words])
+        )
     return found
 
 
@@ -816,7 +820,9 @@ def with_names(lines, arrays):
     for line in lines:
         head, _, numbers = line.partition(", takes")
         words = bytes.fromhex(numbers)
-        found.append((head, *(named(word) for (word,) in struct.iter_unpack("<Q", words[: len(words) // 8 * 8])), words[len(words) // 8 * 8 :]))
+        found.append(
+            (head, *(named(word) for (word,) in struct.iter_unpack("<Q", words[: len(words) // 8 * 8])), words[len(words) // 8 * 8 :])
+        )
     return found
 
 

@@ -146,7 +146,9 @@ def test_arrays_may_be_larger_than_memory(opencl, python_env, tmp_path):
         "resource.setrlimit(resource.RLIMIT_DATA, (used + (48 << 20),) * 2); sys.exit(cli.main(sys.argv[1:]))"
     )
     arguments = ["run", "--filter", "w.npy", "x.npy", "y.npy", "--batch", "8", "--device", "opencl"]
-    done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=tmp_path, env=python_env, capture_output=True, text=True, timeout=900, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=tmp_path, env=python_env, capture_output=True, text=True, timeout=900, check=False
+    )
     assert (done.returncode, done.stderr) == (OK, "")
     y = np.load(tmp_path / "y.npy", mmap_mode="r")
     assert y[-1, 0, 5].all() and not y[-1, 0, 6].any() and not y[0].any()
@@ -216,7 +218,10 @@ REFUSED = {
 @pytest.mark.parametrize("arguments, words", REFUSED.values(), ids=REFUSED.keys())
 def test_what_is_refused_is_told_in_one_line_and_leaves_nothing(command, opencl, arguments, words):
     save(x=draw(2, 1, 6, 6), w=draw(1, 1, 3, 3), b=draw(1), two=draw(1, 2, 3, 3), five=draw(5, 3, 3, 3), flat=draw(4, 4), old=draw(3))
-    save(large=np.full((1, 1, 3, 3), 2**24 + 1), two_bytes=np.zeros((2, 1, 6, 6), "V2"), complex=np.ones((3, 3), np.complex64), nan=np.full((3, 3), np.nan))
+    save(
+        large=np.full((1, 1, 3, 3), 2**24 + 1), two_bytes=np.zeros((2, 1, 6, 6), "V2"), complex=np.ones((3, 3), np.complex64),
+        nan=np.full((3, 3), np.nan)
+    )
     np.save("double.npy", np.ones((1, 1, 3, 3)))
     np.save("objects.npy", np.array([None, 1], object), allow_pickle=True)
     Path("cut.npy").write_bytes(Path("x.npy").read_bytes()[:-5])
@@ -237,7 +242,11 @@ def test_what_is_refused_is_told_in_one_line_and_leaves_nothing(command, opencl,
 
 
 @pytest.mark.parametrize("force", [False, True])
-@pytest.mark.parametrize("how, status", [(KeyboardInterrupt, INTERRUPTED), (signal.SIGTERM, 128 + signal.SIGTERM), (OSError(errno.EIO, "Input/output error"), UNUSABLE)], ids=["ctrl-c", "term", "error"])
+@pytest.mark.parametrize(
+    "how, status",
+    [(KeyboardInterrupt, INTERRUPTED), (signal.SIGTERM, 128 + signal.SIGTERM), (OSError(errno.EIO, "Input/output error"), UNUSABLE)],
+    ids=["ctrl-c", "term", "error"]
+)
 def test_an_interrupted_run_leaves_nothing(command, opencl, monkeypatch, how, status, force):
     save(x=draw(4, 1, 6, 6), w=draw(1, 1, 3, 3))
     if force:
@@ -314,7 +323,9 @@ def test_a_read_only_disk_is_told_in_one_line(command, opencl, monkeypatch, kind
     monkeypatch.setattr(Path, "unlink", read_only)
     arguments = ARRAYS if kind == "array" else ("--filter", "blur", "a.png", "b.png")
     status, out, err = command("run", *arguments, "--device", "opencl")
-    assert (status, out, err) == (UNUSABLE, "", f"pycuda-conv run: {Path(arguments[-1]).resolve()} can't be written: Read-only file system\n")
+    assert (status, out, err) == (
+        UNUSABLE, "", f"pycuda-conv run: {Path(arguments[-1]).resolve()} can't be written: Read-only file system\n"
+    )
 
 
 COMPILING = "stopping: a kernel is still being compiled\n"  # where that takes a while
@@ -418,7 +429,10 @@ def test_16_bit_colours_are_never_cut_in_silence(command, opencl):
         assert (status, out, err.count("\n")) == (UNUSABLE, "", 1) and "16-bit RGB does not fit" in err and names() == ["a.png"]
 
 
-@pytest.mark.parametrize("shape, flags", [((3, 5), ""), ((1, 1, 4, 2), ""), ((3, 3), "--dilation 3"), ((3, 3), "--dilation 2,1"), ((60, 1), ""), ((3, 3), "--bias b.npy")])
+@pytest.mark.parametrize(
+    "shape, flags",
+    [((3, 5), ""), ((1, 1, 4, 2), ""), ((3, 3), "--dilation 3"), ((3, 3), "--dilation 2,1"), ((60, 1), ""), ((3, 3), "--bias b.npy")]
+)
 def test_a_filter_file_on_each_colour(command, device, shape, flags):
     picture, w = pixels(), np.random.default_rng(1).random(shape) / math.prod(shape)
     Image.fromarray(picture).save("a.png")

@@ -29,7 +29,10 @@ def test_scipy_s_own_tests_pass(name):
     path = Path(scipy.__file__).parent / file
     if not path.exists():
         pytest.skip("this scipy came without its tests")
-    options = ["-q", str(path), "-k", chosen, "-p", "scipys_tests", "-p", "no:cacheprovider", "--tb=line", "-W", "ignore", "--rootdir", str(path.parents[1])]
+    options = [
+        "-q", str(path), "-k", chosen, "-p", "scipys_tests", "-p", "no:cacheprovider", "--tb=line", "-W", "ignore", "--rootdir",
+        str(path.parents[1])
+    ]
     places = os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "PYTHONPATH": places, "SCIPYS_EVERY": str(part)}
     done = subprocess.run([sys.executable, "-m", "pytest", *options], env=env, capture_output=True, text=True, timeout=1500, check=False)

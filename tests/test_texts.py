@@ -33,12 +33,16 @@ def layers(count: int, seed: int):
         kind = {"dtype": dtype, "precision": precision, "layout": r.choice(("NCHW", "NHWC"))}
         fused = {"bias_shape": (k,), "activation": r.choice((None, "relu"))} if direction == "fprop" else {}
 
-        def layer(n: int, size: int, c=c, k=k, groups=groups, ndim=ndim, direction=direction, taps=taps, options=options, kind=kind, fused=fused):
+        def layer(
+            n: int, size: int, c=c, k=k, groups=groups, ndim=ndim, direction=direction, taps=taps, options=options, kind=kind, fused=fused
+        ):
             x, w = (n, c, *(size,) * ndim), (k, c // groups, *(taps,) * ndim)
             forward = ConvProblem.forward(ndim, x, w, **options, **kind, **fused)
             if direction == "fprop":
                 return forward
-            return ConvProblem.gradient({"dgrad": "input", "wgrad": "weight"}[direction], ndim, x, w, forward.result_shape, **options, **kind)
+            return ConvProblem.gradient(
+                {"dgrad": "input", "wgrad": "weight"}[direction], ndim, x, w, forward.result_shape, **options, **kind
+            )
 
         yield layer, (1500 if ndim == 1 else 90 if ndim == 2 else 20)
 

@@ -53,7 +53,10 @@ def test_geometric_mean(values, mean):
 
 
 def row(flops=10**9, ours=10.0, torch=20.0, **others) -> Row:
-    known = {"problem": "p", "kernel": "Gemm", "config": "Gemm()", "flops": flops, "bytes": 10**6, "groups": 1, "ours_us": ours, "torch_us": torch}
+    known = {
+        "problem": "p", "kernel": "Gemm", "config": "Gemm()", "flops": flops, "bytes": 10**6, "groups": 1, "ours_us": ours,
+        "torch_us": torch
+    }
     return Row(**{**known, "kept_us": ours and ours / 2, "floor_us": ours and ours / 4, **others})
 
 
@@ -71,7 +74,9 @@ def test_the_summary_counts_each_row_where_it_belongs():
     assert list(found) == ["fp32", "bf16"]
     dense, every = found["fp32"]["dense"], found["fp32"]["all"]
     assert (dense["rows"], every["rows"], found["fp32"]["rows"], found["fp32"]["wrong_rows"]) == (3, 5, 6, 1)
-    assert dense["packed"] == {"geometric_mean": pytest.approx(1), "lowest": 0.25, "lowest_problem": "slow", "below_one": ["slow"], "of_floor": pytest.approx(0.25)}
+    assert dense["packed"] == {
+        "geometric_mean": pytest.approx(1), "lowest": 0.25, "lowest_problem": "slow", "below_one": ["slow"], "of_floor": pytest.approx(0.25)
+    }
     assert dense["kept"]["geometric_mean"] == pytest.approx(2)
     assert dense["kept"]["below_one"] == ["slow"] and dense["kept"]["of_floor"] == pytest.approx(0.5)
     assert every["packed"]["geometric_mean"] == pytest.approx(9 ** (1 / 5))
@@ -88,7 +93,9 @@ def test_the_summary_counts_each_row_where_it_belongs():
 
 def test_every_kind_of_layer_is_in_the_suite():
     problems = suite.suite()
-    assert {kind: [suite.kind_of(p) for p in problems].count(kind) for kind in suite.KINDS} == {kind: len(list(make())) for kind, make in suite.KINDS.items()}
+    assert {
+        kind: [suite.kind_of(p) for p in problems].count(kind) for kind in suite.KINDS
+    } == {kind: len(list(make())) for kind, make in suite.KINDS.items()}
     assert 140 < len(problems) < 160 and problems[:43] == suite.core()
     assert min([suite.kind_of(p) for p in problems].count(kind) for kind in suite.KINDS) >= 4
     assert {p.ndim for p in problems} == {1, 2, 3} and {p.direction for p in problems} == {"fprop", "dgrad"}
@@ -149,7 +156,9 @@ def test_floors_are_those_of_the_design_notes(words):
 
 def test_what_is_for_the_plain_units():
     labels = {bench.label(p) for p in suite.core() if for_plain_units(p)}
-    assert {text.split()[1] for text in labels} == {"1x1x5x5", "2x4x5x5", "32x16x7x7", "4x16x32x32", "1x1x512x512", "64x144x56x56", "64x192x28x28", "64x256x28x28"}
+    assert {text.split()[1] for text in labels} == {
+        "1x1x5x5", "2x4x5x5", "32x16x7x7", "4x16x32x32", "1x1x512x512", "64x144x56x56", "64x192x28x28", "64x256x28x28"
+    }
     assert for_plain_units(replace(_layer("conv2d 64x64x56x56 -> 64x56x56 k3x3", "fp32"), dtype="float64"))
     grouped = _layer(THIN, "fp16-nhwc")
     # where the tensor cores run it all the same, the lower floor counts: none is beaten
@@ -164,10 +173,15 @@ def test_what_is_for_the_plain_units():
 def test_a_row_carries_the_floor_of_what_ran(words, config, expected):
     mode = "fp16-nhwc" if words is THIN else "fp32" if isinstance(config, Pointwise) else "fp16"
     problem = _layer(words, mode)
-    found, on_cpu = (bench._blank(SimpleNamespace(problem=problem, config=config, device=SimpleNamespace(backend=backend)), mode) for backend in ("cuda", "opencl"))
+    found, on_cpu = (
+        bench._blank(SimpleNamespace(problem=problem, config=config, device=SimpleNamespace(backend=backend)), mode)
+        for backend in ("cuda", "opencl")
+    )
     least = expected(problem)
     assert on_cpu.floor_us is None  # the bounds are of GPUs
-    assert (found.floor_pack_us, found.floor_compute_us, found.floor_traffic_us, found.floor_us) == (least.pack, least.compute, least.traffic, least.us)
+    assert (
+        found.floor_pack_us, found.floor_compute_us, found.floor_traffic_us, found.floor_us
+    ) == (least.pack, least.compute, least.traffic, least.us)
     assert (found.mode, found.kernel) == (mode, type(config).__name__)
 
 
@@ -281,7 +295,9 @@ def test_markdown_tells_the_machine_the_command_and_every_row():
     rows = [row(error=1e-7, torch_error=2e-7), wrong(problem="w")]
     text = report.markdown(MACHINE, rows, report.summary(rows), LOOPS, CALLS)
     first = text.splitlines()[0]
-    for part in ("NVIDIA H200", "driver 580.65", "CUDA 13.0", "torch 2.9.0", "cuDNN 91002", "fp32_precision = 'ieee'", "2026-01-02", "`make bench`"):
+    for part in (
+        "NVIDIA H200", "driver 580.65", "CUDA 13.0", "torch 2.9.0", "cuDNN 91002", "fp32_precision = 'ieee'", "2026-01-02", "`make bench`"
+    ):
         assert part in first
     for line in (
         "| fp32 | all 1 | 2.00 | 4.00 | 2.00 | 0 | 0 | 25% | 50% |", "Ratios are geometric means. fp32: 1 of 2 layers timed, 1 wrong.",
@@ -308,7 +324,9 @@ def test_write_between_replaces_only_the_results_and_twice_is_once(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["README.md", "link.md"]
 
 
-@pytest.mark.parametrize("text", ["", BEGIN, f"{END}\n{BEGIN}\n", f"{BEGIN}\n{BEGIN}\n{END}\n", f"x {BEGIN}\n{END}\n", None, b"\xff"], ids=repr)
+@pytest.mark.parametrize(
+    "text", ["", BEGIN, f"{END}\n{BEGIN}\n", f"{BEGIN}\n{BEGIN}\n{END}\n", f"x {BEGIN}\n{END}\n", None, b"\xff"], ids=repr
+)
 def test_write_between_refuses_a_file_without_its_lines_and_leaves_it(tmp_path, text):
     path = tmp_path / "README.md"
     if text is not None:
@@ -344,7 +362,9 @@ def test_the_pages_can_take_the_results(page, part):
 def test_what_training_measured_as_markdown():
     known = {"torch_us": 30.0, "error": 1e-7, "torch_error": 2e-7}
     rows = [training.Row("gradient by input", "p", mode, ours_us=us, **known) for mode, us in (("fp32", 10.0), ("tf32", 20.0))]
-    rows += [training.Row("gradient by weight", "q", "fp32", verdict="WRONG"), training.Row("trained", "r", "fp32", 1.0, 2.0, 3.0, config="note")]
+    rows += [
+        training.Row("gradient by weight", "q", "fp32", verdict="WRONG"), training.Row("trained", "r", "fp32", 1.0, 2.0, 3.0, config="note")
+    ]
     text = training.markdown(MACHINE, rows)
     for line in (
         "| p | 10.00 | 30.00 | 3.00 | 1.50 |", "| q | **WRONG** | - | - | - |", "| trained | r | fp32 | 1.00 | 2.00 | 3.00 | note |",
@@ -371,7 +391,9 @@ def test_what_the_host_s_path_measured_as_markdown():
 # ---- the command
 
 
-@pytest.fixture(params=[(lambda out, i: out.flat[i] + 1e-3), (lambda out, i: np.nan)], ids=["one element off by 1e-3", "one element unwritten"])
+@pytest.fixture(
+    params=[(lambda out, i: out.flat[i] + 1e-3), (lambda out, i: np.nan)], ids=["one element off by 1e-3", "one element unwritten"]
+)
 def wrong_kernel(opencl, request, monkeypatch):
     """Every result on OpenCL is wrong in its last element. All outputs are NaN before: such is what is never written."""
     right = OpenCLDevice.run_on_host_arrays
@@ -384,7 +406,9 @@ def wrong_kernel(opencl, request, monkeypatch):
     return request.param_index
 
 
-@pytest.mark.parametrize(("chosen", "said"), [("python", "in Python"), ("rust", "PYCUDA_CONV_LAUNCHER must be 'c' or 'python', got 'rust'")])
+@pytest.mark.parametrize(
+    ("chosen", "said"), [("python", "in Python"), ("rust", "PYCUDA_CONV_LAUNCHER must be 'c' or 'python', got 'rust'")]
+)
 def test_info_tells_which_launcher_is_used(command, monkeypatch, chosen, said):
     monkeypatch.setenv("PYCUDA_CONV_LAUNCHER", chosen)
     status, out, err = command("info", "--json")
@@ -508,7 +532,9 @@ def test_bench_measures_each_mode_on_its_arrays(command, device, tmp_path, monke
         pytest.skip("this torch has no CUDA")
     seen = []
     plain = bench.rival
-    monkeypatch.setattr(bench, "rival", lambda torch, problem, x, w: seen.append((problem, x[0].dtype, x[0].stride())) or plain(torch, problem, x, w))
+    monkeypatch.setattr(
+        bench, "rival", lambda torch, problem, x, w: seen.append((problem, x[0].dtype, x[0].stride())) or plain(torch, problem, x, w)
+    )
     files = ("--json", tmp_path / "b.json", "--csv", tmp_path / "b.csv", "--plots", tmp_path)
     status, out, err = command("bench", "--device", device, "--quick", "--only", "2x4x5x5", "--seed", 1, "--mode", "all", *files)
     assert status == OK and all(f"{mode}: 1 of 1 rows timed; 0 wrong" in out and f"[{mode} 1/1]" in err for mode in suite.MODES)
@@ -521,7 +547,10 @@ def test_bench_measures_each_mode_on_its_arrays(command, device, tmp_path, monke
         for name in ("ratios", "roofline"):
             assert "</svg>" in (tmp_path / f"{name}-{mode}.svg").read_text()[-12:]
     limits = {"fp32": 1e-6, "tf32": 2e-3, "fp16": 1e-3, "bf16": 8e-3, "fp64": 1e-15}
-    far = {r["mode"]: (r["error"], r["torch_error"]) for r in facts["rows"] if max(r["error"], r["torch_error"]) >= limits[r["mode"].partition("-")[0]]}
+    far = {
+        r["mode"]: (r["error"], r["torch_error"])
+        for r in facts["rows"] if max(r["error"], r["torch_error"]) >= limits[r["mode"].partition("-")[0]]
+    }
     assert not far
     with (tmp_path / "b.csv").open(newline="") as file:
         assert [(r["mode"], float(r["kept_us"])) for r in csv.DictReader(file)] == [(r["mode"], r["kept_us"]) for r in facts["rows"]]
@@ -639,13 +668,20 @@ def test_training_lists_its_gradients_and_refuses_what_it_does_not_measure(comma
     status, out, err = command("bench", "--training", "--list")
     assert (status, err, out.count("\n")) == (OK, "", 18) and out.count("conv2d_weight") == 6 and out.count("gradient by input") == 7
     assert command("bench", "--training", "--list", "--only", "448.*512x448")[1].count("\n") == 1
-    assert command("bench", "--training", "--list", "--only", "4x16.*bf16")[1] == "conv + batch norm + ReLU 4x16x32x32 -> 32 k3x3 p1 bf16-nhwc\n"
-    for arguments, words in ((("--only", "("), "regular expression"), (("--only", "conv9d"), "matches no problem"), (("--mode", "tf32"), "--mode is not for"), (("--kind", "core"), "--kind is not for"), (("--device", "opencl"), "GPU")):
+    assert command(
+        "bench", "--training", "--list", "--only", "4x16.*bf16"
+    )[1] == "conv + batch norm + ReLU 4x16x32x32 -> 32 k3x3 p1 bf16-nhwc\n"
+    for arguments, words in (
+        (("--only", "("), "regular expression"), (("--only", "conv9d"), "matches no problem"), (("--mode", "tf32"), "--mode is not for"),
+        (("--kind", "core"), "--kind is not for"), (("--device", "opencl"), "GPU")
+    ):
         status, out, err = command("bench", "--training", *(("--list",) if "--only" in arguments else ()), *arguments)
         assert (status, out, err.count("\n")) == (UNUSABLE, "", 1) and words in err
 
 
-@pytest.mark.parametrize("missing, arguments", [("torch", ["bench", "--device", "opencl"]), ("rich.console", ["info"]), ("matplotlib", ["bench", "--device", "opencl", "--plots", "."])])
+@pytest.mark.parametrize("missing, arguments", [
+    ("torch", ["bench", "--device", "opencl"]), ("rich.console", ["info"]), ("matplotlib", ["bench", "--device", "opencl", "--plots", "."])
+])
 def test_a_missing_package_is_told_in_one_line(command, opencl, monkeypatch, missing, arguments):
     monkeypatch.setitem(sys.modules, missing, None)
     status, out, err = command(*arguments)
@@ -668,7 +704,9 @@ def test_lists_name_every_case_and_problem(command):
 
 
 def process(arguments, tmp_path, env):
-    return subprocess.run([sys.executable, *map(str, arguments)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=900, check=False)
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=900, check=False
+    )
 
 
 @pytest.mark.parametrize("start, expected", [
@@ -724,7 +762,10 @@ def test_verify_needs_no_torch(opencl, fast_env, tmp_path):
 
 
 def test_without_a_gpu_nobody_is_told_to_install_pycuda(python_env, tmp_path):
-    commands = [("info",), ("bench",), *(("bench", f"--{way}") for way in ("cold", "host", "training", "models")), ("tune",), ("verify", "--device", "0")]
+    commands = [
+        ("info",), ("bench",), *(("bench", f"--{way}") for way in ("cold", "host", "training", "models")), ("tune",),
+        ("verify", "--device", "0")
+    ]
     for arguments, (status, out, err) in zip(commands, without(("pycuda",), commands, tmp_path, python_env), strict=True):
         assert "no NVIDIA GPU was found" in out + err and "[cuda]" not in out + err and "PyCUDA is not" not in out + err, arguments
         assert status == (OK if arguments == ("info",) else UNUSABLE) and err.count("\n") <= 1

@@ -99,7 +99,9 @@ def test_out_is_refused_where_torch_refuses_it(where, name):
 
 def functions(where, dtype=torch.float64, grad=False):
     """Each public function of tensors with the tensors that it takes, and torch's own function of the same."""
-    x, w, b, dy = (randn(*s, where=where, dtype=dtype, grad=grad, seed=i) for i, s in enumerate(((2, 4, 6, 5), (6, 2, 3, 3), (6,), (2, 6, 3, 5))))
+    x, w, b, dy = (
+        randn(*s, where=where, dtype=dtype, grad=grad, seed=i) for i, s in enumerate(((2, 4, 6, 5), (6, 2, 3, 3), (6,), (2, 6, 3, 5)))
+    )
     how = {"stride": (2, 1), "padding": 1, "groups": 2}
     c = randn(4, where=where, dtype=dtype, grad=grad)
     return {
@@ -296,7 +298,9 @@ def test_the_first_call_needs_no_import(fast_env):
     """
     calls = ", ".join(f'"{name}": lambda x, w, dy: pc.{name}({arguments}).relu()' for name, arguments in CALLS.items())
     code = f"where, calls = 'cpu', {{{calls}}}\n{FIRST_CALLS}"
-    done = subprocess.run([sys.executable, "-c", code], env={**fast_env, "PYTHONWARNINGS": "ignore"}, capture_output=True, text=True, timeout=900, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**fast_env, "PYTHONWARNINGS": "ignore"}, capture_output=True, text=True, timeout=900, check=False
+    )
     assert done.stdout.split() == [*CALLS, "differentiated", "counted"], done.stdout + done.stderr
 
 

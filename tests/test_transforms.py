@@ -65,7 +65,10 @@ def test_inf_and_nan_reach_what_they_reach_in_a_sum(device, case, config, pads, 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("case", "config", "options"),
-    [(FIRST, block(FIRST), {}), (SECOND, block(SECOND), {}), (library_fft.SHAPES[0], LibraryFft(), {}), *((fft.SHAPES[i], Fft(64, 128), {"algorithm": "fft"}) for i in (0, 1, 6))],
+    [
+        (FIRST, block(FIRST), {}), (SECOND, block(SECOND), {}), (library_fft.SHAPES[0], LibraryFft(), {}),
+        *((fft.SHAPES[i], Fft(64, 128), {"algorithm": "fft"}) for i in (0, 1, 6))
+    ],
     ids=str,
 )  # fmt: skip
 def test_a_kept_filter_a_stream_and_a_captured_graph_on_a_gpu(case, config, options):

@@ -14,7 +14,9 @@ from pycuda_conv import ConvArgumentError, ConvProblem, Plan
 from pycuda_conv.execute.pieces import pieces
 from pycuda_conv.runtime import get_device
 
-NUMPYS = {"zeros": "constant", "constant": "constant", "replicate": "edge", "reflect": "reflect", "circular": "wrap", "symmetric": "symmetric"}
+NUMPYS = {
+    "zeros": "constant", "constant": "constant", "replicate": "edge", "reflect": "reflect", "circular": "wrap", "symmetric": "symmetric"
+}
 
 
 def enlarged(x: np.ndarray, times) -> np.ndarray:
@@ -224,7 +226,9 @@ def test_gradients(seed, word):
         filled = {"constant_values": -1} if drawn.mode in ("zeros", "constant") else {}
         rows = np.pad(np.arange(n), (before, after), NUMPYS[drawn.mode], **filled)
         outside = torch.from_numpy(rows < 0).reshape(-1, *(1,) * (x.dim() - axis - 1))
-        x = torch.where(outside, torch.tensor(drawn.value, dtype=torch.float64), x.index_select(axis, torch.from_numpy(np.maximum(rows, 0))))
+        x = torch.where(
+            outside, torch.tensor(drawn.value, dtype=torch.float64), x.index_select(axis, torch.from_numpy(np.maximum(rows, 0)))
+        )
     call = getattr(torch.nn.functional, f"conv{drawn.ndim}d")
     expected = call(x, w, b, stride=drawn.stride, dilation=drawn.dilation, groups=drawn.groups)
     dy = torch.randn_like(expected)
@@ -300,7 +304,9 @@ def test_on_a_gpu(dtype, last):
             for _ in range(2):
                 y = getattr(pc, f"conv{ndim}d")(x, w, b, padding=1, upsample=times, upsample_filter=word)
                 assert float((y.double() - right).norm() / right.norm()) < limits[dtype], (ndim, word)
-            plan = Plan(ConvProblem.forward(ndim, x.shape, w.shape, b.shape, padding=1, upsample=times, upsample_filter=word, dtype=dtype), 0)
+            plan = Plan(
+                ConvProblem.forward(ndim, x.shape, w.shape, b.shape, padding=1, upsample=times, upsample_filter=word, dtype=dtype), 0
+            )
             y = plan.bind(w, b)(x.contiguous())
             assert float((y.double() - right).norm() / right.norm()) < limits[dtype], (ndim, word, "bound")
 

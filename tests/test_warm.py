@@ -246,7 +246,10 @@ def test_on_opencl_the_problems_need_nearly_every_text(opencl):
     usual = [(family.file, defines) for family in kernels.families("opencl") if family.file not in OF_FEW for defines in family]
     seldom = "INDEX_64", "BORDERED", "IN_BYTES"
     texts = {source_of(file, defines) for file, defines in usual if not any(defines.get(name) for name in seldom)}
-    found = {launch.source() for problem, with_moments in warm.every_kind() for launch in warm.launches_of(problem, opencl, with_moments=with_moments)}
+    found = {
+        launch.source() for problem, with_moments in warm.every_kind()
+        for launch in warm.launches_of(problem, opencl, with_moments=with_moments)
+    }
     found |= {launch.source() for launch in warm.of_images(opencl)}
     assert len(found & texts) >= 0.95 * len(texts)
 
@@ -267,7 +270,9 @@ def test_on_opencl_what_was_compiled_is_there_the_next_time(opencl, monkeypatch,
     assert before <= set(opencl._workshop.programs())
 
 
-@pytest.mark.parametrize("arguments, words", [(("--constants",), "--constants is for GPUs"), (("--model", "no such network"), "nknown model")])
+@pytest.mark.parametrize(
+    "arguments, words", [(("--constants",), "--constants is for GPUs"), (("--model", "no such network"), "nknown model")]
+)
 def test_on_opencl_what_is_refused(opencl, capsys, arguments, words):
     if "--model" in arguments:
         pytest.importorskip("torchvision")
