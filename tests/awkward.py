@@ -1,4 +1,5 @@
-"""Small convolutions with every kind of tail, stride, padding, dilation and group, along one to three axes: what any engine may be asked."""
+"""Small convolutions with every kind of tail, stride, padding, dilation and group, along one to three axes:
+what any engine may be asked."""
 
 from reference import dgrad, fprop
 

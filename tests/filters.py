@@ -106,7 +106,8 @@ class Filter:
         def show(values):
             return "x".join("+".join(map(str, v)) if isinstance(v, tuple) else str(v) for v in values)
 
-        return f"{show(self.x)}-by-{show(self.w)}-s{show(self.stride)}-p{show(self.padding)}-d{show(self.dilation)}" + f"-g{self.groups}" * (self.groups > 1) + f"-{self.layout}" * (self.layout != "NHWC")
+        more = f"-g{self.groups}" * (self.groups > 1) + f"-{self.layout}" * (self.layout != "NHWC")
+        return f"{show(self.x)}-by-{show(self.w)}-s{show(self.stride)}-p{show(self.padding)}-d{show(self.dilation)}{more}"
 
 
 def precise(case: Filter) -> ConvProblem:

@@ -1,4 +1,5 @@
-"""Borders other than zeros in graphs of torch.compile: a padding joins the convolution behind it, and what follows is fused as with zeros."""
+"""Borders other than zeros in graphs of torch.compile: a padding joins the convolution behind it, and what follows is fused as with
+zeros."""
 
 import pytest
 import torch

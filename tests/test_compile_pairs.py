@@ -173,7 +173,8 @@ def test_arrays_in_c_order_and_gradients_stay_apart(where, how):
 @pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
 @pytest.mark.parametrize("form, joined", [("general", False), ("known", False), ("general", True)])
 def test_the_launch_on_the_simulated_machine(form, joined, monkeypatch):
-    """Two sums, or one of two arrays side by side. Factors and summands of float32, as the call at the graph's start leaves them; whole numbers, exactly."""
+    """Two sums, or one of two arrays side by side. Factors and summands of float32, as the call at the graph's start leaves them;
+    whole numbers, exactly."""
     device, rng = like_h200((9, 0), "cuda"), np.random.default_rng(3)
     monkeypatch.setattr(pairs.TORCH, "device", lambda signature, context: device)
     monkeypatch.setattr(pairs.engines, "predicted", lambda *given: 1e9)

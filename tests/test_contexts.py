@@ -1,7 +1,7 @@
 """CUDA contexts: each call is served by the context of its arrays, and no handle of a context that is gone is given to the driver.
 
-Without a GPU a stand-in for the driver keeps contexts as the driver does: fake_cuda.c. It refuses, and counts, handles that are dead or belong to
-another context than the current one.
+Without a GPU a stand-in for the driver keeps contexts as the driver does: fake_cuda.c.
+It refuses, and counts, handles that are dead or belong to another context than the current one.
 """
 
 import ctypes
@@ -569,7 +569,8 @@ def test_memory_without_a_context(fake):
 
 
 def test_torch_in_a_context_that_is_no_primary_one(fake, monkeypatch):
-    """Its memory lies there if pycuda.autoinit was current at torch's first use. The call is made there; the primary one's memory is refused."""
+    """Its memory lies there if pycuda.autoinit was current at torch's first use. The call is made there;
+    the primary one's memory is refused."""
     from pycuda_conv.arrays.tensors import TORCH, TorchKind
 
     kept = []

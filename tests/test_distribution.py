@@ -119,11 +119,12 @@ def test_the_metadata_says_what_a_page_of_the_package_needs(archives):
 
 @needs_sources
 def test_with_an_address_links_and_urls_lead_there():
-    code = "import setuptools; setuptools.setup = lambda **all: print(all['project_urls'], all['long_description'])\nexec(open('setup.py').read())"
+    code = (
+        "import setuptools; setuptools.setup = lambda **all: print(all['project_urls'], all['long_description'])\n"
+        "exec(compile(open('setup.py').read(), 'setup.py', 'exec'), {'__file__': 'setup.py'})"
+    )
     env = {**os.environ, "PYCUDA_CONV_URL": HOME + "/"}
-    told = subprocess.run([sys.executable, "-c", code.replace(
-        "exec(open('setup.py').read())", "exec(compile(open('setup.py').read(), 'setup.py', 'exec'), {'__file__': 'setup.py'})"
-    )], cwd=ROOT, env=env, capture_output=True, text=True, check=True).stdout
+    told = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True).stdout
     assert f"'Issues': '{HOME}/issues'" in told
     found = [place for place in links(told) if place.startswith(HOME)]
     assert len(found) > 10 and any(place.startswith(f"{HOME}/raw/main/docs/pictures/") for place in found)

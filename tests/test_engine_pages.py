@@ -1,4 +1,5 @@
-"""The pages that write an engine: their kernel, module and cases, put where the page says into a copy of the tree, pass what is asked of every engine.
+"""The pages that write an engine: their kernel, module and cases, put where the page says into a copy of the tree, pass what is asked of
+every engine.
 
 No other file of the copy changes.
 """

@@ -221,7 +221,8 @@ BENDS = {"relu6": (0, 6), "hardswish": (-3, 3)}
 @pytest.mark.turns
 @pytest.mark.parametrize("turn", range(2 if driver.why_not() is None else 1))
 def test_activations_beyond_relu(kernels, turn):
-    """Forwards and backwards: the derivative is computed again from y. Values go beyond all bends. Each run has two on a GPU, one on PoCL."""
+    """Forwards and backwards: the derivative is computed again from y. Values go beyond all bends.
+    Each run has two on a GPU, one on PoCL."""
     pixels, beyond = kernels.pixels, [one for one in ACTIVATED if one not in (None, "relu")]
     run = [(pixels.layout, pixels.K, pixels.plane, pixels.dtype) == (*(SHAPES | FOURS)[shape], dtype) for shape, dtype in RUNS].index(True)
     activation = beyond[(run + 3 * turn + 4 * (batch_norm.BLOCKS["NCHW"] == 1)) % len(beyond)]
@@ -599,7 +600,8 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_batch_norm_that_is_changed(place, change):
-    """One without running statistics takes the batch's in evaluation too, and may have a counter nevertheless, which counts in training alone."""
+    """One without running statistics takes the batch's in evaluation too, and may have a counter nevertheless, which counts in training
+    alone."""
     fused, reference = LAYERS["general"].pair("float64", place)
     for training in (False, True, False):
         for one in (fused, reference):
@@ -719,7 +721,8 @@ def test_second_derivatives(place, training, summed, bias):
 
 @pytest.mark.parametrize("relu, summed", [(True, False), (True, True), (False, True)])
 def test_what_is_kept_for_the_backward_pass(place, relu, summed):
-    """Input, filter, the convolution's result and what there is one of a channel; of a sum with ReLU also its mask, at most a byte a number."""
+    """Input, filter, the convolution's result and what there is one of a channel;
+    of a sum with ReLU also its mask, at most a byte a number."""
     layer = replace(LAYERS["general"], relu=relu)
     fused, _ = layer.pair("float32", place)
     x, kept = layer.input("float32", place, n=40), {}

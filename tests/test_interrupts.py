@@ -95,7 +95,8 @@ def test_work_is_cut_by_measured_time(monkeypatch):
     assert first == min(device.multiprocessors, grid) and 0 < block_time.seconds < 10
     block_time.seconds = 0.01  # as if a block took so long: two parts of 20 blocks are as much as OpenCL may have
     waits.clear()
-    finish = lambda self, new: (self._given.clear(), self.queue.finish(), setattr(self, "_queued", 0.0))  # noqa: E731  (which measures nothing)
+    # which measures nothing
+    finish = lambda self, new: (self._given.clear(), self.queue.finish(), setattr(self, "_queued", 0.0))  # noqa: E731
     with device._lock:
         device._launch_in_parts(SimpleNamespace(grid=64, block=64), lambda *_, **__: None, (), block_time)
     assert [blocks for blocks in waits if blocks] == [20, 20, 20] and sum(device._given.values()) == 4

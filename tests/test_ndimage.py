@@ -1,4 +1,5 @@
-"""pycuda_conv.ndimage and pycuda_conv.signal against scipy in float64: random calls, every mode, rank and kind, and scipy's own words for what is wrong."""
+"""pycuda_conv.ndimage and pycuda_conv.signal against scipy in float64: random calls, every mode, rank and kind, and scipy's own words for
+what is wrong."""
 
 import inspect
 import json

@@ -41,7 +41,10 @@ sys.meta_path.insert(0, Block())
 
 def test_importing_needs_no_gpu_library_and_imports_none(python_env):
     python(BLOCK + "import pycuda_conv, pycuda_conv.arrays, pycuda_conv.runtime.device, pycuda_conv.runtime.opencl", python_env)
-    code = "import sys, pycuda_conv; print(sorted({m.partition('.')[0] for m in sys.modules} & {'pycuda', 'torch', 'pyopencl', 'cupy', 'cuda', 'dask'}))"
+    code = (
+        "import sys, pycuda_conv\n"
+        "print(sorted({m.partition('.')[0] for m in sys.modules} & {'pycuda', 'torch', 'pyopencl', 'cupy', 'cuda', 'dask'}))"
+    )
     assert python(code, python_env) == "[]\n"
 
 
@@ -199,7 +202,10 @@ def test_an_interrupted_call_waits_for_its_kernels_on_opencl(monkeypatch, opencl
 
 
 def test_backend_variable(python_env):
-    show = "from pycuda_conv.runtime import default_backend\ntry: print(default_backend())\nexcept Exception as e: print(type(e).__name__, e)"
+    show = (
+        "from pycuda_conv.runtime import default_backend\n"
+        "try: print(default_backend())\nexcept Exception as e: print(type(e).__name__, e)"
+    )
     assert python(show, python_env, PYCUDA_CONV_BACKEND="opencl") == "opencl\n"
     assert python(show, python_env, PYCUDA_CONV_BACKEND="cuda") == "cuda\n"
     text = python(show, python_env, PYCUDA_CONV_BACKEND="metal")

@@ -1,4 +1,5 @@
-"""Files keep what they are: a folder of small pictures of all kinds goes through `run --filter identity`, and other readers see the same."""
+"""Files keep what they are: a folder of small pictures of all kinds goes through `run --filter identity`, and other readers see the
+same."""
 
 import struct
 from pathlib import Path

@@ -37,7 +37,8 @@ def test_a_problem_that_was_looked_up_is_found_in_another_process():
     """Hashes of strings differ there, so that one which came along would be another's."""
     problem = ConvProblem.forward(2, (8, 64, 56, 56), (64, 64, 3, 3), padding=1)
     hash(problem)
-    text = f"import pickle; from pycuda_conv import ConvProblem; print(pickle.loads({pickle.dumps(problem)!r}) in {{ConvProblem.forward(2, (8, 64, 56, 56), (64, 64, 3, 3), padding=1)}})"
+    text = f"import pickle; from pycuda_conv import ConvProblem; one = pickle.loads({pickle.dumps(problem)!r})\n"
+    text += "print(one in {ConvProblem.forward(2, (8, 64, 56, 56), (64, 64, 3, 3), padding=1)})"
     assert subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True, timeout=900).stdout == "True\n"
 
 

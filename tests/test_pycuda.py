@@ -1,6 +1,7 @@
 """PyCUDA itself over a stand-in for the driver: its contexts, and what it does at the end of a process.
 
-It needs a Python that has PyCUDA: this one, the one that ``PYCUDA_CONV_PYCUDA_PYTHON`` names, or ``.venv-pycuda``, which scripts/pycuda_env.sh makes.
+It needs a Python that has PyCUDA: this one, the one that ``PYCUDA_CONV_PYCUDA_PYTHON`` names, or ``.venv-pycuda``, which
+scripts/pycuda_env.sh makes.
 """
 
 import os

@@ -648,7 +648,8 @@ def test_operators_of_fused_layers_are_made_again(warm, monkeypatch, last):
     spec = _LayerSpec("relu", True, Settings(2, (1, 1), ((1, 1), (1, 1)), (1, 1), 1, "fp32", None, False)).in_integers()
     ours, statistics = torch.ops.pycuda_conv, torch.rand(2, 24)
     forward = lambda residual=None: ours.fused_forward(x, w, None, *vectors, batches, residual, 0.1, 1e-5, spec)  # noqa: E731
-    backward = lambda of_x=True, of_weight=True: ours.fused_conv_bn_relu_backward(y, x, w, *vectors[:2], y, statistics, of_x, of_weight, spec)  # noqa: E731
+    given = y, x, w, *vectors[:2], y, statistics
+    backward = lambda of_x=True, of_weight=True: ours.fused_conv_bn_relu_backward(*given, of_x, of_weight, spec)  # noqa: E731
     calls = [forward, partial(forward, y), backward, partial(backward, False), partial(backward, of_weight=False)]
     for call in calls:
         for _ in range(2):

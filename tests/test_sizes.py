@@ -1,4 +1,5 @@
-"""No file of ``cu/`` grows unseen: its lines, and its conditionals of the preprocessor, may fall, and rise only with a number in data/sizes.json.
+"""No file of ``cu/`` grows unseen: its lines, and its conditionals of the preprocessor, may fall, and rise only with a number in
+data/sizes.json.
 
     python tests/test_sizes.py      # writes the numbers of today
 """

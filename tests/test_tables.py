@@ -214,7 +214,8 @@ def test_no_row_is_broken(monkeypatch, printer, width):
 
 def test_rows_are_lines_where_they_fit_and_records_elsewhere(monkeypatch):
     rows = [("first", "1.5", "a text", "ok"), ("second one", "22.5", "x" * 50, "WRONG")]
-    show = lambda: terminal.console().print(terminal.table("Title", ("name", "number", "more", "verdict"), rows, left=("name",), spare=("more",)))  # noqa: E731
+    table = terminal.table("Title", ("name", "number", "more", "verdict"), rows, left=("name",), spare=("more",))
+    show = lambda: terminal.console().print(table)  # noqa: E731
     wide = printed(show, 90, monkeypatch)[0].splitlines()
     assert wide[0] == "Title" and wide[1].split() == ["name", "number", "more", "verdict"]
     assert wide[4].split() == ["second", "one", "22.5", "x" * 50, "WRONG"]

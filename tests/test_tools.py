@@ -126,7 +126,8 @@ def _layer(words: str, mode: str) -> ConvProblem:
     return suite.in_mode(problem, mode)
 
 
-# the table of the design notes, in microseconds of an H200: pack, compute and traffic for three products and for one, traffic of 16 bits, then the
+# the table of the design notes, in microseconds of an H200: pack, compute and traffic for three products and for one, traffic of 16 bits,
+# then the
 # floors in fp32, in tf32, and of 16 bits channels last and not
 FLOORS = {
     "conv1d 128x512x448 -> 1024x448 k3 s1 p1": ((55, 41), (685, 228), (83, 69, 42), (740, 269, 228, 256)),

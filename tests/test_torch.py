@@ -260,7 +260,8 @@ import os, sys, traceback
 import pycuda_conv as pc, torch, torch._dynamo
 from torch.utils.flop_counter import FlopCounterMode
 if where == "cpu":  # with a GPU torch would make a CUDA context, which no process that is forked later can use
-    torch.compile(lambda x: x + 1, backend="aot_eager", fullgraph=True)(torch.ones(1, requires_grad=True))  # torch imports the rest of its compiler
+    # torch imports the rest of its compiler
+    torch.compile(lambda x: x + 1, backend="aot_eager", fullgraph=True)(torch.ones(1, requires_grad=True))
 def tensors():
     x, dy = torch.randn(1, 2, 5, 5, device=where), torch.randn(1, 3, 3, 3, device=where)
     return x, torch.nn.Parameter(torch.randn(3, 2, 3, 3, device=where)), dy
