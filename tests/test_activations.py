@@ -14,7 +14,8 @@ import simt
 import test_epilogue as epilogue
 import torch
 from awkward import DEPTHWISE
-from modes import H200, asked, ids_of
+from cases.hopper_gemm import widest
+from modes import H200, MODES, asked, ids_of
 from reference import (
     ACTIVATIONS,
     DTYPES,
@@ -28,15 +29,21 @@ from reference import (
     assert_exact,
     needs_nvcc,
 )  # fmt: skip
-from test_epilogue import GPU_RUNS, allowed, arrays, launched, small
+from test_epilogue import RANGES, WIDER, allowed, arrays, launched, small
 
 import pycuda_conv as pc
 from pycuda_conv import ConvProblem, Plan
 from pycuda_conv.arguments import ACTIVATIONS as WORDS
 from pycuda_conv.engines.direct.direct import Single
 from pycuda_conv.engines.hopper.dense import DenseNhwc
+from pycuda_conv.engines.hopper.gemm import ImplicitGemm
+from pycuda_conv.engines.mma.gemm import ImplicitGemm80
 from pycuda_conv.runtime.base import KERNEL_DIR
 
+GPU_RUNS = [  # and of 16 bits
+    *RANGES, *((WIDER, mode, config) for mode in ("fp16", "fp16 last", "bf16", "bf16 last") if mode in MODES for config in (
+        widest(mode, 128, 3), ImplicitGemm(128, 112, 4, 3), ImplicitGemm(128, 128, 4, schedule="pingpong"), ImplicitGemm80(64, 64, 3, 2))),
+]  # fmt: skip
 STEEPEST = 1.5  # the largest derivative of all activations here: hard swish's, at 3
 NAMES = [str(one) for one in ACTIVATIONS]
 
@@ -162,10 +169,7 @@ def test_a_layer_s_activation_is_computed_in_its_place(activation):
 @pytest.mark.parametrize(("case", "mode", "config"), GPU_RUNS, ids=ids_of(GPU_RUNS))
 def test_tensor_core_kernels(torch, case, mode, config, activation):
     for everything in (True, False):
-        check(
-            Plan(finishing(asked(case, mode), activation, everything), "cuda", config=config), case, launched,
-            "tf32" if "tf32" in mode else ""
-        )
+        check(Plan(finishing(asked(case, mode), activation, everything), "cuda", config=config), case, launched, "tf32" if "tf32" in mode else "")
 
 
 # ---- functions, plans, dask
