@@ -97,7 +97,7 @@ def batch_norm(pixels: Pixels) -> bool:
         (normalising.statistics, (1e-5, 0.1), (array, count), (*channels, count.copy())), (normalising.channel_sums, (), (array,), (some,)),
         (normalising.forward, finish, (array, *channels, None), (array, None)), (normalising.forward, (*finish, True), (array, *channels, array), (array, mask.copy())),
         (normalising.backward, (*finish, True), (array, array, *channels, None), (array, sums, None)),
-        (normalising.backward, (*finish, True, True), (array, array, *channels, mask), (array, sums, array)),
+        (normalising.backward, (*finish, True, True), (array, array, *channels, mask), (array, sums, array))
     ):  # fmt: skip
         launch, workspace = normalising.compiled(maker, pixels, device, *options)
         good &= with_buffers(launch, inputs, outs, workspace)

@@ -111,7 +111,9 @@ def test_nothing_tells_engines_apart_by_their_configurations():
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"{device.backend}-{device.capability}")
 def test_the_choice_is_the_shortest_prediction_of_any_engine(device):
     depthwise = fprop((64, 144, 56, 56), (144, 1, 3, 3), groups=144)
-    for case, layout in product((fprop((64, 64, 56, 56), (64, 64, 3, 3), padding=1), fprop((2, 8, 9, 9), (8, 8, 3, 3)), depthwise), ("NCHW", "NHWC")):
+    for case, layout in product(
+        (fprop((64, 64, 56, 56), (64, 64, 3, 3), padding=1), fprop((2, 8, 9, 9), (8, 8, 3, 3)), depthwise), ("NCHW", "NHWC")
+    ):
         problem = case.problem(layout=layout)
         peers = [peer for peer in registry.ENGINES if peer.unsupported(device) is None and layout in peer.LAYOUTS]
         us, chosen = min((one for peer in peers if (one := peer.choose(problem, device))), key=lambda one: one[0])

@@ -61,7 +61,9 @@ def draw(*shape, dtype="f4", seed=0):
 
 
 def save_zarr(name, array, chunks, axes=None, **options):
-    stored = zarr.create_array(name, shape=array.shape, chunks=chunks, dtype=array.dtype, dimension_names=tuple(axes) if axes else None, **options)
+    stored = zarr.create_array(
+        name, shape=array.shape, chunks=chunks, dtype=array.dtype, dimension_names=tuple(axes) if axes else None, **options
+    )
     stored[...] = array
 
 
@@ -114,13 +116,17 @@ def test_filters_with_channels(command, kind, w, flags, options):
         tifffile.imwrite("x.tif", x, metadata={"axes": "TCZYX"}, photometric="minisblack")
     status, _, err = command("--filter", "w.npy", *(["x.zarr"] if kind == "zarr" else ["x.tif"]), f"y.{kind}", *flags.split())
     assert (status, err) == (OK, "")
-    y = {"zarr": lambda: zarr.open_array("y.zarr", mode="r")[...], "tif": lambda: tifffile.imread("y.tif"), "npy": lambda: np.load("y.npy")}[kind]()
+    y = {
+        "zarr": lambda: zarr.open_array("y.zarr", mode="r")[...], "tif": lambda: tifffile.imread("y.tif"), "npy": lambda: np.load("y.npy")
+    }[kind]()
     function = getattr(pc, f"conv{'_transpose' * ('transposed' in flags)}{w.ndim - 2}d")
     bias = draw(4) if "bias" in flags else None
     if w.ndim == 5:
         expected = function(x, w, bias, device=command.device, **options)
     else:
-        expected = np.stack([function(np.ascontiguousarray(x[:, :, z]), w, bias, device=command.device, **options) for z in range(5)], axis=2)
+        expected = np.stack(
+            [function(np.ascontiguousarray(x[:, :, z]), w, bias, device=command.device, **options) for z in range(5)], axis=2
+        )
     assert y.shape == expected.shape and y.dtype == np.float32
     # chunks may have another kernel
     assert np.array_equal(y, expected) if command.device == "opencl" else np.allclose(y, expected, atol=1e-4)
@@ -157,7 +163,10 @@ def test_ome_zarr_stays_ome_zarr(command, version):
     x = draw(3, 12, 20, 22, dtype="u2")
     axes = [{"name": "c", "type": "channel"}, *({"name": a, "type": "space", "unit": "micrometer"} for a in "zyx")]
     transforms = [{"type": "scale", "scale": [1.0, 2.0, 0.5, 0.5]}, {"type": "translation", "translation": [0.0, 1.0, 2.0, 3.0]}]
-    scales = {"multiscales": [{"axes": axes, "datasets": [{"path": "full", "coordinateTransformations": transforms}, {"path": "half"}]}], "omero": {"channels": [{}] * 3}}
+    scales = {
+        "multiscales": [{"axes": axes, "datasets": [{"path": "full", "coordinateTransformations": transforms}, {"path": "half"}]}],
+        "omero": {"channels": [{}] * 3}
+    }
     scales = scales if version == 2 else {"ome": {"version": "0.5", **scales}}
     group = zarr.create_group("x.ome.zarr", zarr_format=version, attributes=scales)
     group.create_array("full", shape=x.shape, chunks=(1, 8, 8, 8), dtype=x.dtype)[...] = x
@@ -187,9 +196,14 @@ def test_the_pixels_of_an_ome_zarr_stay_where_they_are(command, w, flags):
     """A mean of places is the place of the mean; that is what the scale and the translation of the result say."""
     axes = [{"name": "z", "type": "space", "unit": "micrometer"}, {"name": "y", "type": "space"}, {"name": "x", "type": "space"}]
     transforms = [{"type": "scale", "scale": [4.0, 2.0, 0.5]}]
-    scales = {"axes": axes, "datasets": [{"path": "0", "coordinateTransformations": transforms}], "coordinateTransformations": [{"type": "scale", "scale": [1, 3, 1]}]}
+    scales = {
+        "axes": axes, "datasets": [{"path": "0", "coordinateTransformations": transforms}],
+        "coordinateTransformations": [{"type": "scale", "scale": [1, 3, 1]}]
+    }
     x = (2.0 * np.arange(20)[:, None] + 0.5 * np.arange(22) + np.zeros((2, 1, 1))).astype("f4")
-    zarr.create_group("x.zarr", zarr_format=2, attributes={"multiscales": [scales]}).create_array("0", shape=x.shape, chunks=(1, 20, 22), dtype="f4")[...] = x
+    zarr.create_group("x.zarr", zarr_format=2, attributes={"multiscales": [scales]}).create_array(
+        "0", shape=x.shape, chunks=(1, 20, 22), dtype="f4"
+    )[...] = x
     np.save("w.npy", np.float32([[w, w]] if "transposed" in flags else [[w], [w]]))
     assert command("--filter", "w.npy", "x.zarr", "y.zarr", "--axes", "tyx", *flags.split())[::2] == (OK, "")
     made = zarr.open_group("y.zarr", mode="r")
@@ -212,7 +226,12 @@ def test_a_tiff_of_one_page_that_is_no_picture(command, monkeypatch, dtype, chan
     tifffile.imwrite("x.tif", x[:9], photometric="rgb" if channels > 1 else "minisblack", append=True)
     status, out, err = command("--filter", "sharpen", "x.tif", "y.tif")
     assert (status, err) == (OK, "") and out.startswith("y.tif: the first of 2 series of pages, conv2d")
-    y, expected = tifffile.imread("y.tif", series=0), np.moveaxis(filtered(np.moveaxis(x, 2, 0), run.FILTERS["sharpen"], False), 0, 2) if channels > 1 else filtered(x, run.FILTERS["sharpen"], False)
+    y, expected = (
+        tifffile.imread("y.tif", series=0),
+        np.moveaxis(filtered(np.moveaxis(x, 2, 0), run.FILTERS["sharpen"], False), 0, 2)
+        if channels > 1
+        else filtered(x, run.FILTERS["sharpen"], False),
+    )
     if x.dtype.kind in "iu":
         expected = np.clip(np.rint(expected), np.iinfo(dtype).min, np.iinfo(dtype).max)
     assert y.dtype == x.dtype and np.abs(y - expected).max() <= (1 if x.dtype.kind in "iu" else 1e-3)
@@ -247,7 +266,8 @@ def test_nothing_is_lost_at_addresses(command):
     fsspec.filesystem("memory").pipe_file("/safe/notes/mine.txt", b"mine")
     before = fsspec.filesystem("memory").find("/safe")
     for place, flag, words in (
-        ("x.zarr", "--force", "which is read"), ("", "--force", "which is read"), ("notes", "--force", "is no zarr"), ("x.zarr/y", "", "which is read"),
+        ("x.zarr", "--force", "which is read"), ("", "--force", "which is read"), ("notes", "--force", "is no zarr"),
+        ("x.zarr/y", "", "which is read")
     ):
         status, out, err = command("--filter", "blur", "memory://safe/x.zarr", f"memory://safe/{place}", *filter(None, [flag]))
         assert (status, out, err.count("\n")) == (UNUSABLE, "", 1) and words in err and fsspec.filesystem("memory").find("/safe") == before
@@ -502,8 +522,8 @@ class Cluster:
         script = folder / "cluster.py"
         script.write_text(textwrap.dedent(CLUSTER))
         self.process = subprocess.Popen(
-            [sys.executable, str(script)], env={**env, "PYCUDA_CONV_BACKEND": "opencl"}, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, text=True, start_new_session=True,
+            [sys.executable, str(script)], env={**env, "PYCUDA_CONV_BACKEND": "opencl"}, cwd=folder, stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
         )
         try:
             self.address = self.process.stdout.readline().strip()

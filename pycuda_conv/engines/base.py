@@ -22,21 +22,17 @@ C = TypeVar("C", bound="Config")
 
 
 class GoneError(ValueError):
-    """A configuration is of kernels that are no more. Older tables and pickles may name it."""
+    """A configuration is of kernels that this version lacks. Tables and pickles of other versions may name it."""
 
 
 #: The classes of configurations by name.
 CLASSES: dict[str, type[Config]] = {}
-#: Those of engines that are no more. Older tables and pickles may name them.
-GONE = ("DepthwisePlanes", "DepthwisePlanesWgrad", "Lines", "Quads")
 
 
 @dataclass(frozen=True)
 class Config:
     """A kernel and its tile. Each engine's configurations are subclasses: frozen dataclasses, all of whose fields have defaults."""
 
-    #: Names that fields had in older tables.
-    FORMER: ClassVar[Mapping[str, str]] = {}
     #: Whether images are packed before the product, unless they lie as it needs them.
     packs_images: ClassVar[bool] = False
     #: Devices that run it, if these are fewer than its engine's.
@@ -56,15 +52,14 @@ class Config:
         Raises
         ------
         GoneError
-            It is of kernels that are no more.
+            The table has a name that is no field.
         ValueError
-            The table has a name that is no field, or a value that a field does not take.
+            It has a value that a field does not take.
         """
         defaults = {field.name: field.default for field in fields(cls)}
-        values = {cls.FORMER.get(name, name): value for name, value in values.items()}
         for name, value in values.items():
             if name not in defaults:
-                raise ValueError(f"{cls.__name__} has no {name}")
+                raise GoneError(f"{cls.__name__} has no {name}")
             if type(value) is not type(defaults[name]) or (type(value) is int and value <= 0):
                 raise ValueError(f"{cls.__name__} takes no {name}={value!r}")
         return cls(**values)
@@ -77,13 +72,13 @@ class Config:
 
 @dataclass(frozen=True)
 class Gone(Config):
-    """What a pickled configuration becomes whose kernels are no more: a plan with it is planned anew."""
+    """What a pickled configuration becomes whose kernels this version lacks: a plan with it is planned anew."""
 
     name: str = ""
 
 
 def config_again(name: str, values: Mapping[str, Any]) -> Config:
-    """A configuration that was pickled, maybe by an older version."""
+    """A configuration that was pickled, maybe by another version."""
     try:
         return CLASSES[name].from_table(values)
     except (KeyError, ValueError):
@@ -92,9 +87,6 @@ def config_again(name: str, values: Mapping[str, Any]) -> Config:
 
 #: The prediction of :meth:`Engine.choose` where a measured rule decides, whatever the models say.
 BY_RULE = 0.0
-#: Where a rule says that sums take longer than transforms, those say so many of their microseconds: they beat all sums, and are compared
-#: with one another.
-AMONG_TRANSFORMS = 1e-3
 #: Its prediction for a configuration without a model, which should run only if no configuration with a model can.
 LAST_RESORT = math.inf
 

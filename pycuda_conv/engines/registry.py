@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from pycuda_conv.engines import calibration, packing, split_sum
-from pycuda_conv.engines.base import BY_RULE, GONE, Config, Engine, GoneError, fastest, unsupported_by
+from pycuda_conv.engines.base import BY_RULE, Config, Engine, GoneError, fastest, unsupported_by
 from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import near_sides
 from pycuda_conv.engines.hopper.common import MEMORY
@@ -64,12 +64,12 @@ def config_from_table(name: str, values: Mapping[str, Any]) -> Config:
     Raises
     ------
     GoneError
-        It is of an engine, or of kernels, that are no more.
-    KeyError, ValueError
-        There never was one of that name, or it has other fields.
+        No engine has such configurations, or with such fields.
+    ValueError
+        A field does not take its value.
     """
-    if name in GONE:
-        raise GoneError(f"the engine of {name} is no more")
+    if name not in config_classes():
+        raise GoneError(f"there is no engine of {name}")
     return config_classes()[name].from_table(values)
 
 

@@ -12,7 +12,7 @@ from functools import cache, lru_cache
 from itertools import combinations_with_replacement, product
 from typing import Any
 
-from pycuda_conv.engines.base import AMONG_TRANSFORMS, FLAG, Config, Device, KernelLaunch, VariantSet, fastest, kernel_struct
+from pycuda_conv.engines.base import BY_RULE, FLAG, Config, Device, KernelLaunch, VariantSet, fastest, kernel_struct
 from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.geometry import NO_SIDES, arguments, bits, by_axis, ceil, filter_strides, near_sides, needs_64_bits
 from pycuda_conv.engines.limits import NOT_EMPTY, UNIT_STEPS, Takes, Tiles
@@ -403,7 +403,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[BlockFft]:
         return
     taps, least = math.prod(problem.filter_size), LEAST_OF_LINE if _is_line(problem) else LEAST_TAPS
     simple = max(problem.stride) == max(problem.dilation) == 1 and problem.operand_channels == problem.groups
-    if simple and not problem.is_empty and (taps >= least or (problem.algorithm == "fft" and not _is_line(problem))):
+    if simple and not problem.is_empty and (taps >= least or problem.algorithm == "fft"):
         yield from _best(problem, shared_limit(device), device.multiprocessors)
 
 
@@ -414,4 +414,4 @@ def choose(problem: ConvProblem, device: Device) -> tuple[float, BlockFft] | Non
         return found
     us, config = found
     plain = spread(problem.macs / COST.PLAIN_RATE, device.multiprocessors)
-    return (us * AMONG_TRANSFORMS if us < plain else us), config
+    return (BY_RULE if us < plain else us), config

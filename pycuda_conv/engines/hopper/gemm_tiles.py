@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from typing import Any, ClassVar, Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing, packed_layout, why_not
-from pycuda_conv.engines.base import FLAG, Config, Device, GoneError, VariantSet
+from pycuda_conv.engines.base import FLAG, Config, Device, VariantSet
 from pycuda_conv.engines.geometry import Phase, ceil, repeats
 from pycuda_conv.engines.hopper.common import most_shared
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring
@@ -61,7 +61,6 @@ class ImplicitGemm(Config):
     SPLIT: int = 1
     schedule: Pipeline = "cooperative"
 
-    FORMER: ClassVar[Mapping[str, str]] = {"ROWS": "BLOCK_M", "PIXELS": "BLOCK_N"}
     packs_images: ClassVar[bool] = True  # unless they are already 16-bit and channels last
 
     def __post_init__(self) -> None:
@@ -135,27 +134,6 @@ class ImplicitGemm(Config):
         """Tiles of a group along the channels, and along the pixels of the launch's largest phase."""
         plane = max(math.prod(addressing.phase.size) for addressing in addressings)
         return ceil(problem.result_channels // problem.groups, self.BLOCK_M), ceil(problem.N * plane, self.BLOCK_N)
-
-    @classmethod
-    def from_table(cls, values: Mapping[str, Any]) -> ImplicitGemm:
-        """:meth:`Config.from_table` for older tables too: they have flags, and a `loader`, of which one is left.
-
-        Raises
-        ------
-        GoneError
-            It is one of the loaders that loaded an image's patch once for all taps.
-        ValueError
-        """
-        flags = {name: value for name, value in values.items() if name in ("POINTWISE", "HALO", "RAW", "PINGPONG")}
-        if not all(isinstance(value, bool) for value in flags.values()):
-            raise ValueError(f"flags must be true or false, but are {flags}")
-        loader = values.get("loader", "im2col")
-        if loader in ("halo", "halo_split") or flags.get("HALO") or flags.get("RAW"):
-            raise GoneError("no kernel loads an image's patch once for all taps any more")
-        if loader not in ("im2col", "planes"):
-            raise ValueError(f"loader must be im2col, but is {loader!r}")
-        former = {"schedule": "pingpong"} if flags.get("PINGPONG") else {}
-        return super().from_table({name: value for name, value in values.items() if name not in (*flags, "loader")} | former)
 
 
 def form(problem: ConvProblem) -> tuple[PackedLayout, tuple[PhaseAddressing, ...]]:

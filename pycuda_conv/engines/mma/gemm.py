@@ -41,7 +41,6 @@ class ImplicitGemm80(Config):
     STAGES: int = 3
     SPLIT: int = 1
 
-    FORMER: ClassVar[Mapping[str, str]] = {"ROWS": "BLOCK_M", "PIXELS": "BLOCK_N"}
     packs_images: ClassVar[bool] = True
 
 
