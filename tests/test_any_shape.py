@@ -64,6 +64,7 @@ FUNCTIONS = {
 }  # fmt: skip
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("constants", [False, True])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_new_size_of_a_known_layer_compiles_nothing(device, name, constants, monkeypatch):

@@ -388,7 +388,8 @@ def test_half_of_the_cores_are_left_to_what_is_waited_for(monkeypatch):
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="such a system has no affinities")
 def test_cores_that_a_process_may_not_use_do_not_count(python_env):
-    code = "import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])\nfrom pycuda_conv.runtime.workers import cores; print(cores())"
+    code = "import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])\n"
+    code += "from pycuda_conv.runtime.workers import cores; print(cores())"
     assert python(code, python_env) == "1\n"
 
 

@@ -61,7 +61,8 @@ def test_it_has_what_the_protocol_names(engine):
 def test_it_imports_none_of_its_peers_and_its_kernels_have_its_name(engine):
     path = Path(engine.__file__)
     assert not imported(path) & {peer.__name__ for peer in registry.ENGINES}
-    assert list(runtime.KERNEL_DIR.rglob(f"{path.stem}*.cu")) or (runtime.KERNEL_DIR / path.stem).is_dir()
+    own = any(engine.MOST_VARIANTS.values())  # one that gives others parts of its problem has no kernels
+    assert not own or list(runtime.KERNEL_DIR.rglob(f"{path.stem}*.cu")) or (runtime.KERNEL_DIR / path.stem).is_dir()
     assert all(cls.__module__.startswith(f"{engine.__package__}.") for cls in engine.CONFIGS)
 
 

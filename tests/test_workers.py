@@ -164,7 +164,9 @@ def test_a_plan_that_was_pickled_or_copied_is_the_same_plan(device, config, how)
     assert np.array_equal(again(x, w, b, scale=scale, residual=residual), plan(x, w, b, scale=scale, residual=residual))
 
 
-@pytest.mark.parametrize(("name", "fields"), [("Batched", {"BLOCK_K": 8}), ("ImplicitGemm", {"loader": "halo"}), ("Lines", {"BLOCK_N": 64})])
+@pytest.mark.parametrize(
+    ("name", "fields"), [("Batched", {"BLOCK_K": 8}), ("ImplicitGemm", {"loader": "halo"}), ("Lines", {"BLOCK_N": 64})]
+)
 def test_a_plan_that_another_version_pickled(device, name, fields):
     """Its kernels run if they are there; else it is planned anew."""
     if device != "opencl":

@@ -123,6 +123,14 @@ class Engine(Protocol):
     def MOST_VARIANTS(self) -> Mapping[str, int]:
         """By a device's backend, the most texts that :meth:`variants` may give, not counting those for arrays of 2^31 elements."""
 
+    @property
+    def IN_PARTS(self) -> bool:
+        """Whether it has other engines compute some images at a time, of batches that are too large for them as a whole."""
+
+    @property
+    def BY_IMAGE(self) -> bool:
+        """Whether its transforms are of one image each where :attr:`ConvProblem.batch_invariant` asks for that."""
+
     def unsupported(self, device: Device) -> str | None:
         """Why the engine can't run on `device`, or None if it can."""
 
@@ -211,15 +219,15 @@ def _sum_order(engine: Any, problem: ConvProblem, config: Any) -> Hashable:
 
 #: What :func:`complete` gives to a module: functions get the module before their arguments.
 DEFAULTS: Mapping[str, Any] = {
-    "TENSOR_CORES": False, "PRECEDENCE": 0, "unsupported": unsupported_by, "why_not": _why_not, "refusal": _refusal, "choose": _choose,
-    "sum_order": _sum_order, "filter_key": lambda engine, *asked: None, "adapts": lambda engine, *asked: False,
-    "upsamples": lambda engine, *asked: False, "adds_border": lambda engine, *asked: False, "border_time": lambda engine, *asked: 0.0,
-    "worthwhile": lambda engine, *asked: True,
+    "TENSOR_CORES": False, "IN_PARTS": False, "BY_IMAGE": False, "PRECEDENCE": 0, "unsupported": unsupported_by, "why_not": _why_not,
+    "refusal": _refusal, "choose": _choose, "sum_order": _sum_order, "filter_key": lambda engine, *asked: None,
+    "adapts": lambda engine, *asked: False, "upsamples": lambda engine, *asked: False, "adds_border": lambda engine, *asked: False,
+    "border_time": lambda engine, *asked: 0.0, "worthwhile": lambda engine, *asked: True,
 }  # fmt: skip
 
 
 def complete(module: Any) -> Engine:
-    """A module as an engine: it gets what it does not say itself; one around others has an AROUND that says most of it."""
+    """A module as an engine: it gets what it does not say itself, docstrings too; one around others has an AROUND that says most of it."""
     around = getattr(module, "AROUND", None)
     for name in ("configs", "time", "choose", "sum_order", "filter_key") if around else ():
         if not hasattr(module, name):
@@ -229,5 +237,9 @@ def complete(module: Any) -> Engine:
     for name, default in DEFAULTS.items():
         if not hasattr(module, name):
             setattr(module, name, partial(default, module) if callable(default) else default)
+    for name, said in vars(Engine).items():
+        function = vars(module).get(name)
+        if callable(function) and not function.__doc__:
+            function.__doc__ = said.__doc__
     made: Engine = module
     return made

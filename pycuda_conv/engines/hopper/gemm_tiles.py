@@ -320,32 +320,17 @@ _PAIRED: dict[str, tuple[int, ...]] = {
 
 
 def _is_listed(d: Mapping[str, int]) -> bool:
-    """Whether a product with these defines is ever launched."""
-    consumer, three = d["WGMMA_N"], d["PRODUCTS"] > 1
+    three, dense, last, apart = d["PRODUCTS"] > 1, bool(d["DENSE"]), bool(d["NHWC"]), d["VEC"] == 1
     parts = d["OUT"] == FLOAT and d["BF16"]
-    if not written_so(d) or (d["NHWC"] and d["DENSE"] and d["VEC"] == 1) or not d["STAGES"] or (d["PHASES"] > 1) == d["DENSE"]:
-        return False
-    seldom = rarity(d)
     tile = ImplicitGemm(d["BLOCK_M"], d["BLOCK_N"], schedule="twin" if d.get("TWIN") else PIPELINES[d["PINGPONG"]])
-    if tile not in ordinary_tiles(seldom, three, bool(d["DENSE"])):
+    if tile not in ordinary_tiles(rarity(d), three, dense) or not written_so(d) or not d["STAGES"] or (d["PHASES"] > 1) == dense:
         return False
-    if consumer > (256 if not three else 136):
+    if apart and dense and (last or d["LOAD_CHANNELS"] < 64):
         return False
-    stores = d["NHWC"] and d["DENSE"] and consumer % 32 == 0 and d["VEC"] == 4
-    if d["TENSOR_STORE"] != stores:
+    if d["TENSOR_STORE"] != (last and dense and d["WGMMA_N"] % 32 == 0 and not apart):
         return False
-    if parts and (d["PINGPONG"] or not may_split(d)):
+    if d["W_MN_MAJOR"] and (three or not last or d["LOAD_CHANNELS"] != 64 or apart or (d["OUT"] == FLOAT and not dense)):
         return False
-    if d["INTERLEAVE_COLUMNS"] and d["PINGPONG"]:
-        return False
-    if d["W_MN_MAJOR"] and (three or not d["NHWC"] or d["LOAD_CHANNELS"] != 64 or d["VEC"] == 1):
-        return False
-    if d["W_MN_MAJOR"] and d["OUT"] == FLOAT and not d["DENSE"]:
-        return False
-    if d["VEC"] == 1 and d["DENSE"] and d["LOAD_CHANNELS"] < 64:
-        return False
-    if d.get("TWIN") and (d["NHWC"] or parts):
-        return False
-    if d["PINGPONG"]:
-        return not three and d["BLOCK_M"] == 128 and not (d["NHWC"] and d["BLOCK_N"] % 32)
-    return True
+    if tile.is_pingpong:
+        return not (parts or d["INTERLEAVE_COLUMNS"] or (last and d["BLOCK_N"] % 32))
+    return not (tile.is_twin and (last or parts)) and (not parts or may_split(d))

@@ -239,7 +239,6 @@ def filter_key(problem: ConvProblem, config: Pointwise) -> Hashable:
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
-    """A text for each tile, arithmetic and layout."""
     for blocks, columns, limbs_each in product((1, 2), (32, 64, 96, 128), (1, 2)):
         stages = _ring(Pointwise(columns, blocks), limbs_each).deepest(DEPTHS)
         if stages and columns * blocks <= (128 if limbs_each == 2 else 256):
@@ -251,14 +250,12 @@ def variants(device: Device) -> Iterator[VariantSet]:
 
 
 def _is_listed(d: Mapping[str, int]) -> bool:
-    """Whether a product with these defines is ever launched."""
     if d["WGRAD"]:
         return d["BLOCKS"] == 1 and not (d["NHWC"] or d["MOMENTS"])
     return d["NHWC"] == 1 or d["BLOCKS"] == 2
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Pointwise]:
-    """The configurations worth comparing for `problem`."""
     parts = splits(problem, _Product.of(problem, Pointwise(), 1).steps // 8) if _wgrad(problem) else (1,)
     deepest: dict[tuple[int, int], Pointwise] = {}
     for tile in LEGAL.legal(problem, BLOCKS=(1,) if _wgrad(problem) else (1, 2), STAGES=DEPTHS):

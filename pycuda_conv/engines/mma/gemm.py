@@ -159,7 +159,6 @@ def _blocks(problem: ConvProblem, config: ImplicitGemm80, addressing: PhaseAddre
 
 
 def filter_key(problem: ConvProblem, config: ImplicitGemm80) -> Hashable:
-    """Equal for problems whose filter is packed alike."""
     return packed_key(problem)
 
 
