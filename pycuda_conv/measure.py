@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +23,7 @@ from pycuda_conv.runtime.base import Device, KernelLaunch
 from pycuda_conv.runtime.device import CudaDevice
 from pycuda_conv.runtime.graph import Graph
 from pycuda_conv.runtime.streams import new_event
+from pycuda_conv.runtime.workers import cores
 from pycuda_conv.timing import Effort, gpu_times, operand_sets, wall_times
 from pycuda_conv.tune import Choice
 
@@ -48,7 +48,7 @@ class Compiler:
     def __init__(self, device: CudaDevice) -> None:
         self._device = device
         self._begun: dict[ConvProblem, tuple[list[engines.Config], list[Future[Any]]]] = {}
-        self._pool = ThreadPoolExecutor(max(1, (os.cpu_count() or 1) - 1))
+        self._pool = ThreadPoolExecutor(max(1, cores() - 1))
         self._coming: dict[tuple[str, str], Future[Any]] = {}
 
     def __enter__(self) -> Compiler:
