@@ -30,10 +30,10 @@ def first_runs(runs: Iterable[tuple], text_of: Callable[..., tuple]) -> list:
 
 
 def paired(runs: Iterable[tuple]) -> list[tuple]:
-    """As many runs as have each case in each of its modes, each with each of its configurations, and each of these in each mode."""
+    """As many runs as have each case in each of its modes, and each configuration in each of them."""
     found, met = [], set()
     for case, mode, config in runs:
-        new = {(case, mode), (case, config), (mode, config)} - met
+        new = {(case, mode), (mode, config)} - met
         met |= new
         found += [(case, mode, config)] if new else []
     return found

@@ -253,6 +253,15 @@ def assert_close(got: np.ndarray, ref: np.ndarray, bound: np.ndarray, what: Any 
         )
 
 
+def assert_alike(got: np.ndarray, ref: np.ndarray, bound: np.ndarray, what: Any = "") -> None:
+    """|got - ref| <= bound, and what is not finite in `ref` as `got` rounds it is the same in both."""
+    with np.errstate(all="ignore"):
+        expected = ref.astype(got.dtype)
+    lost = ~np.isfinite(expected)
+    assert np.array_equal(got[lost], expected[lost], equal_nan=True), what
+    assert_close(np.where(lost, 0, got), np.where(lost, 0, ref), np.where(lost, 0, bound), what)
+
+
 def check(case: Case, got: Any, x, w, b, what: Any = "") -> None:
     """`got` is the convolution of x, w and b (numpy arrays as they were rounded) within the bound."""
     ref = case.reference(x, w, b)

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import test_epilogue as epilogue
 import torch
+from filters import Filter
+from modes import asked
 from reference import DTYPES, dgrad, fprop, reference, run
 
 import pycuda_conv as pc
@@ -123,22 +125,6 @@ def test_the_text_of_a_tile_does_not_depend_on_sizes(c, k, taps, options, layout
     assert len(found) <= most and len(split) <= most + 1  # and the launch that adds parts
 
 
-def test_a_pointwise_layer_has_a_text_for_planes_of_whole_vectors_and_one_for_others():
-    found = set()
-    for n, size in sizes(20):
-        found |= texts(ConvProblem.forward(2, (n, 64, *size), (64, 64, 1, 1)), Gemm(64, 64, 16, 8, 4, 4))
-    assert len(found) == 2
-
-
-@pytest.mark.parametrize("taps", [(3, 3), (5, 5), (7, 7), (9, 9), (1, 3)], ids=str)
-def test_depthwise_layers_share_the_texts_of_few_tiles(taps):
-    found = set()
-    for n, size in sizes(60):
-        problem = ConvProblem.forward(2, (n, 32, *size), (32, 1, *taps), groups=32, padding=tuple(t // 2 for t in taps))
-        found |= texts(problem, direct.choose(problem, GPU)[1])
-    assert len(found) <= len(tiles_of(GPU))
-
-
 LAYERS_OF_ALL_KINDS = [
     (1, 6, 9, (5,), {"padding": 2}), (2, 6, 9, (3, 3), {"padding": 1}), (2, 8, 24, (3, 5), {"groups": 4, "stride": 2}), (3, 3, 8, (2, 3, 3), {"padding": 1}),
     (2, 32, 32, (5, 5), {"groups": 32, "padding": 2}), (2, 16, 32, (3, 3), {"groups": 16, "dilation": 2}),
@@ -213,16 +199,21 @@ LAYERED = [
     (fprop((2, 3, 300), (6, 1, 15), groups=3, padding=7), direct.Tile(1, 256, 1)), (fprop((2, 4, 9, 8), (4, 1, 3, 2), groups=4), direct.Single()),
     (fprop((2, 6, 90), (8, 3, 5), groups=2, dilation=2), direct.Batched(BLOCK_K=4)), (fprop((1, 5, 5, 6, 7), (4, 5, 2, 3, 3), padding=1), direct.Batched()),
     (fprop((2, 6, 20, 21), (6, 6, 3, 2)), direct.Batched(BLOCK_C=2, SPLIT=2)), (dgrad((2, 6, 9, 8), (6, 5, 4, 2), stride=3), direct.Dgrad(BLOCK_K=2, SPLIT=3)),
+    (Filter((3, 4, 12, 13), (8, 1, 3, 2), groups=4, stride=(2,), layout="NCHW"), direct.Wgrad(TAPS=6)),
+    (Filter((2, 2, 5, 6, 7), (2, 1, 2, 2, 2), groups=2, layout="NCHW"), direct.Wgrad(TAPS=8)),
+    (Filter((3, 4, 12, 13), (4, 1, 5, 3), groups=4, layout="NCHW"), direct.Wgrad(TAPS=4, SLICES=2)),
+    (Filter((2, 3, 40), (3, 1, 5), groups=3, dilation=(2,), layout="NCHW"), direct.Wgrad(TAPS=5)),
+    (Filter((3, 4, 12, 13), (4, 1, 3, 3), groups=4, padding=(1,), layout="NCHW"), direct.Wgrad(TAPS=9)),
     (dgrad((2, 4, 30), (4, 3, 3), stride=2), direct.Dgrad(BLOCK_C=2)), (dgrad((2, 4, 20, 30), (4, 1, 5, 3), padding=(2, 0), groups=4), direct.Tile(8, 32, 2)), (dgrad((1, 4, 3, 4, 5), (4, 3, 2, 3, 3), stride=2, padding=1), direct.Dgrad()),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("case", "config"), LAYERED, ids=[str(case) for case, _ in LAYERED])
 def test_the_constants_of_a_layer_change_no_bit(device, case, config, request, monkeypatch):
-    if config in (direct.Single(), direct.Tile(1, 256, 1), direct.Batched(BLOCK_K=4), direct.Dgrad(BLOCK_C=2)):  # one of each kernel
+    if config in (direct.Single(), direct.Tile(1, 256, 1), direct.Batched(BLOCK_K=4), direct.Dgrad(BLOCK_C=2), direct.Wgrad(TAPS=5)):  # one of each kernel
         request.getfixturevalue("optimised")
     monkeypatch.setenv("PYCUDA_CONV_BACKGROUND", "1")
-    plan = Plan(case.problem(), device, config=config)
+    plan = Plan(asked(case, "fp32"), device, config=config)
     launch = plan.schedule.whole[0][0]
     arguments = launch.arguments._asdict()
     constants = {name: value for name, value in launch.layer.items() if name not in ("LAYER", "AXES", "TAPS", "ALL_TAPS")}
@@ -264,28 +255,6 @@ def test_constants_of_what_finishes_a_sum_change_no_bit(device, case, dtype, lay
     monkeypatch.setenv("PYCUDA_CONV_BACKGROUND", "1")
     plan.specialise()
     assert not background.has_constants(plan.schedule) or any("LAYER" in launch.defines for launch in background.launches(plan.loaded))
-    assert run(plan, *operands).tobytes() == general.tobytes()
-
-
-GRADIENTS = [
-    ((3, 4, 12, 13), (8, 1, 3, 2), {"groups": 4, "stride": 2}, direct.Wgrad(TAPS=6)), ((2, 2, 5, 6, 7), (2, 1, 2, 2, 2), {"groups": 2}, direct.Wgrad(TAPS=8)),
-    ((3, 4, 12, 13), (4, 1, 5, 3), {"groups": 4}, direct.Wgrad(TAPS=4, SLICES=2)), ((2, 3, 40), (3, 1, 5), {"groups": 3, "dilation": 2}, direct.Wgrad(TAPS=5)),
-    ((3, 4, 12, 13), (4, 1, 3, 3), {"groups": 4, "padding": 1}, direct.Wgrad(TAPS=9)),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("x", "w", "options", "config"), GRADIENTS)
-def test_the_constants_of_a_layer_change_no_bit_of_a_filters_gradient(device, x, w, options, config, request, monkeypatch):
-    if config == direct.Wgrad(TAPS=5):
-        request.getfixturevalue("optimised")
-    monkeypatch.setenv("PYCUDA_CONV_BACKGROUND", "1")
-    ndim, rng = len(x) - 2, np.random.default_rng(0)
-    y = ConvProblem.forward(ndim, x, w, **options).result_shape
-    plan = Plan(ConvProblem.gradient("weight", ndim, x, w, y, **options), device, config=config)
-    operands = [rng.standard_normal(shape).astype("float32") for shape in plan.problem.operand_shapes[:2]]
-    general = run(plan, *operands)
-    plan.specialise()
-    assert "LAYER" in plan.loaded.whole[0][0].defines
     assert run(plan, *operands).tobytes() == general.tobytes()
 
 

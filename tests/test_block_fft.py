@@ -1,16 +1,12 @@
 """Large filters by float64 transforms of blocks that go through memory: every length, what is checked and summed, and when it is chosen."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from cases.blocks import SHAPES as CASES
 from reference import (
-    TINY,
-    assert_close,
     assert_exact,
-    by_turns,
     fprop,
     reference,
     run,
@@ -21,7 +17,6 @@ from pycuda_conv import ConvProblem, Plan, engines
 from pycuda_conv.engines.fft import blocks
 from pycuda_conv.engines.fft.blocks import BlockFft
 from pycuda_conv.engines.schedule import shared_limit
-from pycuda_conv.runtime import get_device
 from pycuda_conv.runtime.target import Target
 
 H200, TURING = Target("sm_90a"), Target("sm_75")
@@ -67,68 +62,6 @@ def test_pairs_in_several_rows_of_launches(device, monkeypatch):
 # ---- every element is right
 
 
-def listed(case, device, *arrays):
-    """Results of a call, and how many of them were put onto the list, on OpenCL, where the workspace is the host's memory."""
-    made = plan(case, device)
-    args = made.schedule.steps[-1][0].arguments
-    nothing, y = np.zeros(1, "f"), np.full(made.problem.result_shape, np.nan, "f")
-    workspace = np.full(made.schedule.workspace_bytes // 8, np.nan)
-    on = get_device("opencl")
-    with on:
-        on.update_host_arrays(on.schedule_launcher(made.schedule.whole), arrays, (y, workspace, nothing, nothing, nothing), 0)
-    return y, workspace[args.count_at :][:1].view(np.int32)[0]
-
-
-@pytest.mark.parametrize(("full", "kind"), by_turns([True, False], ["black", "half", "one star", "tails", "faint"]))
-def test_zeros_stay_zeros_and_what_may_be_off_is_summed(device, monkeypatch, kind, full):
-    """From a list, and by the threads themselves once that is full. Zeros in segments of a block cost no sums."""
-    if full:
-        monkeypatch.setattr(blocks, "MOST_LISTED", 5)
-    case = fprop((2, 2, 90, 100), (2, 1, 21, 17), groups=2, padding=8)
-    x, w, b = case.normals("float32")
-    b[:] = 0
-    if kind == "tails":  # of a Gaussian around one pixel: 1e-30 of its largest value
-        at = np.arange(21)[:, None] - 10, np.arange(17) - 8
-        w[:] = np.exp(-(at[0] ** 2 + at[1] ** 2) / 2.0)
-    x[..., : {"half": 50, "faint": 0}.get(kind, 100)] = 0
-    x[:] = 1e-3 * x if kind == "faint" else x
-    if kind not in ("black", "half"):
-        x[0, 0, 44, 51] = 1e12
-    ref, magnitude = case.reference(x, w, b), case.reference(abs(x), abs(w), b)
-    got = run(plan(case, device), x, w, b)
-    assert (got[magnitude == 0] == 0).all() and not np.signbit(got[magnitude == 0]).any() and ((magnitude == 0).any() or kind == "faint")
-    assert_close(got, ref, 2.0**-23 * magnitude + TINY["float32"], kind)
-    if device == "opencl":
-        y, count = listed(case, device, x, w, b)
-        assert np.array_equal(y, got)
-        assert (count == 0 if kind == "black" else count < ref.size / 4 if kind != "faint" else count > ref.size / 8)
-
-
-@pytest.mark.parametrize("case", [LINE, VOLUME], ids=str)
-def test_zeros_inf_and_nan_of_lines_and_volumes(device, case):
-    x, w, b = case.normals("float32")
-    x[..., : x.shape[-1] // 2] = 0
-    x[(0, 0, *(n // 3 for n in x.shape[2:]))] = np.inf
-    x[(1, 0, *(2 * n // 3 for n in x.shape[2:]))] = np.nan
-    inner = ..., *(slice(pad, n - pad) for n, pad in zip(x.shape[2:], np.broadcast_to(case.options["padding"], case.ndim), strict=True))
-    got, ref = run(plan(case, device), x, w, b)[inner], case.reference(x, w, b)[inner]
-    lost = ~np.isfinite(ref)
-    assert lost.any() and not lost.all() and np.array_equal(got[lost], ref[lost].astype("f"), equal_nan=True)
-    magnitude = case.reference(np.nan_to_num(abs(x), posinf=0), abs(w), abs(b))[inner]
-    with np.errstate(invalid="ignore"):
-        assert (abs(got - ref) <= 2.0**-22 * magnitude)[~lost].all()
-    empty = case.reference((x != 0).astype("f"), np.ones_like(w), np.zeros_like(b))[inner] == 0
-    assert empty.any() and (got - b.reshape(-1, *(1,) * case.ndim) == 0)[empty].all()
-
-
-def test_an_inf_costs_the_sums_of_its_windows(device):
-    if device != "opencl":
-        pytest.skip("the list lies in the GPU's memory")
-    x, w, b = LARGE.normals("float32")
-    x[0, 0, 75, 85] = np.inf
-    assert 31 * 31 <= listed(LARGE, device, x, w, b)[1] <= 3 * 31 * 31
-
-
 def test_float64_zeros_and_inf(device):
     """Transforms of float64 arrays are taken as they are, but for windows of zeros, Inf and NaN."""
     x, w, b = LARGE.normals("float64")
@@ -142,52 +75,7 @@ def test_float64_zeros_and_inf(device):
     assert np.nanmax(abs(got - ref)) < 1e-12
 
 
-def test_a_worse_transform_is_noticed(device, monkeypatch):
-    """The tests above can fail: without the check, a bright pixel spoils its surroundings."""
-    case = fprop((1, 1, 90, 100), (1, 1, 21, 17), padding=8, bias=False)
-    x, w, _ = case.normals("float32")
-    x[:] *= 1e-3
-    x[0, 0, 44, 51] = 1e12
-    ref, magnitude = case.reference(x, w), case.reference(abs(x), abs(w))
-    made = blocks._arguments
-    monkeypatch.setattr(blocks, "_arguments", lambda *all: made(*all)._replace(limit=0))
-    assert not (abs(run(plan(case, device), x, w) - ref) <= 2.0**-23 * magnitude).all()
-
-
 # ---- the filter's spectrum, kept
-
-
-@pytest.mark.parametrize("case", [SECOND, THIRD], ids=str)
-def test_a_gpu_s_launches_with_a_packed_filter(case):
-    """What a GPU launches, on OpenCL: filters' spectra are made once, in a buffer of their own."""
-    on, config, problem = get_device("opencl"), BlockFft(*CASES[case]), case.problem()
-    schedule = engines.schedule(problem, config, H200)
-    longest = max(CASES[case])
-
-    def with_room(steps):
-        return [[
-            replace(one, shared=0, defines=one.defines | ({"ROOM": max(blocks.ROOM, 8 * longest)} if one.shared else {})) for one in step
-        ] for step in steps]
-
-    x, w, b = case.normals("float32")
-    y = np.full(problem.result_shape, np.nan, "f")
-    workspace, packed = (np.full(n // 4, np.nan, "f") for n in (schedule.workspace_bytes, schedule.filter_bytes))
-    nothing = np.zeros(1, "f")
-    with on:
-        on.update_host_arrays(
-            on.schedule_launcher(with_room(schedule.prepare)), (nothing, w, None), (nothing, nothing, packed, nothing, nothing), 0
-        )
-        kept = packed.copy()
-        on.update_host_arrays(on.schedule_launcher(with_room(schedule.steps)), (x, w, b), (y, workspace, packed, nothing, nothing), 0)
-    assert np.array_equal(kept, packed, equal_nan=True)
-    assert np.array_equal(y, run(Plan(problem, "opencl", config=config), x, w, b))
-
-
-def test_filters_are_packed_alike_for_all_sizes_of_images():
-    one, other = (ConvProblem.forward(2, (n, 4, size, size), (4, 1, 15, 15), groups=4) for n, size in ((1, 99), (5, 300)))
-    assert blocks.filter_key(one, BlockFft()) == blocks.filter_key(other, BlockFft()) != blocks.filter_key(one, BlockFft(128, 128))
-    row, line = ConvProblem.forward(2, (1, 1, 9, 900), (1, 1, 1, 99)), ConvProblem.forward(1, (1, 1, 900), (1, 1, 99))
-    assert blocks.filter_key(row, BlockFft(128, 128)) != blocks.filter_key(line, BlockFft(128, 128))
 
 
 @pytest.mark.gpu

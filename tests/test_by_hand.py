@@ -83,15 +83,6 @@ def test_errors_in_a_flat_text_are_reported_where_the_file_has_them():
                 assert found[shown_file(file), i] == line
 
 
-def test_what_is_listed_fits_a_block():
-    """A text whose arrays in shared memory are larger than a block's could not be compiled."""
-    for family in families("sm_90a"):
-        for d in family:
-            if family.file == "direct_wgrad":
-                accumulator = 8 if d["DTYPE"] == 64 else 4
-                assert d["TAPS"] * ((d["THREADS"] + 8) * accumulator + 32) <= 48 << 10, d
-
-
 def test_what_source_takes():
     by_name = pc.source("direct_tile", DTYPE=32, TILE_P=8, TILE_Q=32, ROWS=4)
     assert by_name.startswith('extern "C++" {\n') and "#define TILE_P 8" in by_name and "KERNEL" in by_name
@@ -439,9 +430,9 @@ def test_the_founding_program():
 
 @pytest.mark.gpu
 def test_by_hand_in_a_context_of_its_own():
-    """With pycuda.autoinit, in a process of its own: kernels in a stream and a graph, all kinds of calls, memory of all kinds, and what is refused."""
+    """With pycuda.autoinit, in a process of its own: kernels in a stream and a graph, bound plans, and what is refused."""
     code = """
-        import ml_dtypes, numpy as np
+        import numpy as np
         import pycuda.autoinit, pycuda.driver as drv
         from pycuda import gpuarray
         import pycuda_conv as pc
@@ -472,17 +463,6 @@ def test_by_hand_in_a_context_of_its_own():
             stream.synchronize()
             assert np.array_equal(out.get(), expected)
             assert np.array_equal(plan.bind(w_gpu)(x_gpu).get(), expected)
-            assert all(np.array_equal(one.get(), y.get()) for one in pc.conv2d_many([x_gpu] * 3, w_gpu, padding=1, groups=groups))
-            assert pc.conv2d_weight(x_gpu, w.shape, y, padding=1, groups=groups).shape == w.shape
-            assert pc.conv2d_input(x.shape, w_gpu, y, padding=1, groups=groups).shape == x.shape
-            half = pc.conv2d(*(gpuarray.to_gpu(a.astype("bfloat16")) for a in (x, w)), padding=1, groups=groups)
-            assert half.dtype.name == "bfloat16" and abs(half.get().astype("d") - exact).max() < 0.5
-            locked = drv.pagelocked_empty(x.shape, np.float32)
-            managed = drv.managed_empty(x.shape, np.float32, mem_flags=drv.mem_attach_flags.GLOBAL)
-            locked[...] = managed[...] = x
-            drv.Context.synchronize()
-            for host in (locked, managed):
-                assert abs(pc.conv2d(host, w, padding=1, groups=groups) - exact).max() < 1e-4
         for call, words in (
             (lambda: pc.dlpack(x_gpu), "lies in a CUDA context of its own"), (lambda: plan.kernels(x, w, out=exact), "in a GPU's memory"),
         ):

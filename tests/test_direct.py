@@ -3,29 +3,25 @@
 import itertools
 import math
 import random
-from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from awkward import DEPTHWISE, FORWARD, GENERAL, MANY_PHASES, POINTWISE, SINGLE_CHANNEL, TRANSPOSED, TRANSPOSED_CASES
+from awkward import GENERAL, TRANSPOSED
 from cases import nhwc as of_nhwc
 from cases.direct_gemm import GEMM
 from filters import Filter
 from modes import CPU, H200, asked
-from reference import DTYPES, assert_close, assert_exact, fprop, run
+from reference import assert_close, assert_exact, fprop, run
 
 from pycuda_conv import ConvProblem, Plan, engines
-from pycuda_conv.engines import registry, split_sum
+from pycuda_conv.engines import split_sum
 from pycuda_conv.engines.depthwise import nhwc, nhwc_launch
-from pycuda_conv.engines.depthwise.nhwc import Depthwise, DepthwiseStrips, DepthwiseWgrad
+from pycuda_conv.engines.depthwise.nhwc import DepthwiseStrips, DepthwiseWgrad
 from pycuda_conv.engines.direct import direct, patch_wgrad
-from pycuda_conv.engines.direct.configs import Batched, Single, Tile, Wgrad
+from pycuda_conv.engines.direct.configs import Batched, Wgrad
 from pycuda_conv.engines.direct.gemm import Gemm
 from pycuda_conv.engines.direct.patch_wgrad import RUN, PatchWgrad
 from pycuda_conv.engines.direct.wgrad import WGRAD_RUN
-from pycuda_conv.engines.mma.few_channels_wgrad import FewChannelsWgrad
-from pycuda_conv.plan import as_called
 from pycuda_conv.runtime import get_device
 
 # ---- plain cores
@@ -42,25 +38,6 @@ def test_offsets_are_64_bits_from_two_to_the_31_elements_on():
     half = fprop((8, 4, 2**12, 2**12), (8, 4, 1, 1))  # 2^30 elements: too many once there are two parts
     assert defines(half, GEMM) == [0]
     assert defines(half, Gemm(64, 64, 8, 4, 4, 1, SPLIT_K=2)) == [1, 1]
-
-
-@pytest.mark.parametrize(
-    "case", [GENERAL, POINTWISE, DEPTHWISE, TRANSPOSED, *FORWARD, *TRANSPOSED_CASES, *MANY_PHASES, *SINGLE_CHANNEL], ids=str
-)
-def test_the_planner_chooses_what_is_legal(case):
-    for dtype in DTYPES:
-        problem = case.problem(dtype)
-        for backend in ("cuda", "opencl"):
-            device = SimpleNamespace(**{**vars(CPU), "backend": backend, "multiprocessors": 132})
-            assert engines.refusal(problem, engines.choose(problem, device), device) is None
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_depthwise_gradients_without_stride_are_tiles_and_long_single_filters_products(dtype):
-    depthwise = ConvProblem.gradient("input", 2, (8, 96, 56, 56), (96, 1, 5, 5), (8, 96, 56, 56), padding=2, groups=96, dtype=dtype)
-    assert isinstance(engines.choose(depthwise, H200), Tile)
-    audio = ConvProblem.forward(1, (4, 1, 16000), (256, 1, 400), stride=160, padding=199, dtype=dtype)  # no tile holds its pixels
-    assert not isinstance(engines.choose(audio, H200), Single)
 
 
 def test_the_planner_has_a_kernel_for_filters_beyond_shared_memory(device):
@@ -125,31 +102,6 @@ def test_empty_arrays_are_planned_for_a_gpu(x, w, layout):
     engines.schedule(problem, engines.choose(problem, H200), H200)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_channels_last_are_read_as_they_lie_where_that_gains(dtype):
-    first = thin((64, 3, 224, 224), (64, 3, 3, 3), "NHWC", dtype, padding=(1,), stride=(2,))
-    assert as_called(first, H200) == first and isinstance(
-        engines.choose(first, H200), PatchWgrad if dtype == "float32" else FewChannelsWgrad
-    )
-    dense = thin((64, 256, 28, 28), (256, 256, 3, 3), "NHWC", dtype, padding=(1,))
-    assert not isinstance(engines.choose(as_called(dense, H200), H200), PatchWgrad)
-    assert not isinstance(engines.choose(replace(dense, layout="NCHW"), H200), PatchWgrad)
-
-
-def test_every_launch_is_on_the_closed_list_of_texts():
-    texts = registry.variants(H200)
-    for case in THIN:
-        for layout, dtype in (("NCHW", "float32"), ("NHWC", "float32"), ("NCHW", "float16"), ("NCHW", "float64")):
-            asked = case.problem(dtype, layout, "fp32")
-            engine_configs = [
-                *patch_wgrad.configs(asked.launched, H200), *(direct.configs(asked.launched, H200) if layout == "NCHW" else ())
-            ]
-            for config in engine_configs:
-                if engines.refusal(asked, config, H200) is None:
-                    for launch in (one for step in engines.schedule(asked, config, H200).steps for one in step):
-                        assert any(launch in family for family in texts), launch
-
-
 def test_numbers_of_pixels_that_do_not_fit_have_64_bits():
     """Slices of a whole number of steps reach beyond the last pixel."""
     problem = thin((700, 1, 3_000_000), (1, 1, 1), dtype="float16")
@@ -201,31 +153,9 @@ def test_parts_of_the_gradient_of_a_filter_are_alike():
         assert (config.PARTS - 1) * args.rounds * args.lanes_u < args.units <= config.PARTS * args.rounds * args.lanes_u
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_strips_are_chosen_where_images_are_tall(dtype):
-    for size, kind in (((64, 144, 56, 56), DepthwiseStrips), ((1, 8, 5, 5), Depthwise)):
-        problem = ConvProblem.forward(2, size, (size[1], 1, 3, 3), padding=1, groups=size[1], dtype=dtype, layout="NHWC")
-        assert isinstance(engines.choose(problem, H200), kind)
-        assert {type(config) for config in nhwc.configs(problem, H200)} == {Depthwise, DepthwiseStrips}
-
-
 def test_gradients_that_nothing_reads_channels_last_are_found_to_be_so():
     problem = ConvProblem.gradient("weight", 2, (2, 8, 5, 5), (8, 8, 3, 3), (2, 8, 3, 3), layout="NHWC")
     assert engines.find(problem, get_device("opencl")) is None
-
-
-def test_the_gradient_of_many_filters_of_one_channel_is_chosen_by_its_model():
-    """Tensor cores share their loads of x among the filters, which threads of single channels can't."""
-    many, alike = (thin((16, c, 224, 224), (48, 1, 7, 7), "NHWC", "float16", padding=(3,), groups=c).launched for c in (1, 48))
-    assert nhwc.choose(many, H200)[0] > 0 == nhwc.choose(alike, H200)[0]
-
-
-def test_strips_of_tall_images_of_few_channels_fill_the_machine():
-    problem = ConvProblem.forward(2, (1, 3, 2160, 512), (3, 1, 3, 3), padding=1, groups=3, layout="NHWC")
-    config = engines.choose(problem, H200)
-    assert isinstance(config, DepthwiseStrips) and nhwc_launch.grid_of(problem, config) > H200.multiprocessors > nhwc_launch.grid_of(
-        problem, DepthwiseStrips(68)
-    )
 
 
 # ---- the tests themselves: a comparison that can't fail proves nothing

@@ -8,15 +8,12 @@ import numpy as np
 import pytest
 import test_epilogue as epilogue
 from cases.fft import SHAPES as CASES
-from reference import DTYPES, TINY, _pairs, assert_close, assert_exact, by_turns, check, fprop, reference, run
+from reference import DTYPES, TINY, _pairs, assert_close, check, fprop, reference, run
 
-import pycuda_conv as pc
 from pycuda_conv import ConvProblem, Plan, engines
-from pycuda_conv.engines import registry
 from pycuda_conv.engines.fft import fft
 from pycuda_conv.engines.fft.blocks import BlockFft
-from pycuda_conv.engines.fft.fft import RANGE, TILES, Fft, FftArguments
-from pycuda_conv.engines.schedule import Buffer
+from pycuda_conv.engines.fft.fft import RANGE, TILES, Fft
 from pycuda_conv.runtime import get_device
 from pycuda_conv.runtime.target import Target
 
@@ -98,13 +95,6 @@ def normals(case):
     return case.normals("float32")
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_integers_are_exact_once_they_are_rounded(device, case):
-    arrays = case.integers("float32")
-    got = run(Plan(case.problem(algorithm="fft"), device, config=config_of(case)), *arrays)
-    assert_exact(np.rint(got), case.reference(*arrays))
-
-
 #: Every case in float32; of groups of one channel and of several, one in each other type.
 TYPED = [
     (case, dtype) for i, case in enumerate(CASES) for dtype in DTYPES if dtype == "float32" or i in (0, 1) or (i, dtype) == (7, "float64")
@@ -122,13 +112,6 @@ def test_random_data_of_every_type(device, case, dtype):
     ref = case.reference(*arrays)
     if dtype == "float32":  # of float64 the reference is no better
         assert np.linalg.norm(got - ref) / np.linalg.norm(ref) < 2.0**-22
-
-
-@pytest.mark.parametrize(("case", "tile"), by_turns([CASES[0], CASES[1], CASES[6]], TILES, rounds=2), ids=str)
-def test_every_tile(device, case, tile):
-    arrays = normals(case)
-    got = run(Plan(case.problem(algorithm="fft"), device, config=Fft(*tile)), *arrays)
-    check(case, got, *arrays, tile)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -326,61 +309,7 @@ def test_zeros_times_a_filter_s_inf_are_nan(device, value):
 # ---- the filter's spectrum, kept
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[4], CASES[6]], ids=str)
-def test_a_gpu_s_launches_with_a_packed_filter(case):
-    """What a GPU launches, on OpenCL: the filter's spectrum is made once, in a buffer of its own."""
-    on, config, problem = get_device("opencl"), config_of(case), case.problem(algorithm="fft")
-    schedule = engines.schedule(problem, config, H200)
-    x, w, b = normals(case)
-    y = np.full(problem.result_shape, np.nan, "f")
-    workspace, packed = (np.full(n // 4, np.nan, "f") for n in (schedule.workspace_bytes, schedule.filter_bytes))
-    nothing = np.zeros(1, "f")
-    with on:
-        on.update_host_arrays(on.schedule_launcher(schedule.prepare), (nothing, w, None), (nothing, nothing, packed, nothing, nothing), 0)
-        kept = packed.copy()
-        on.update_host_arrays(on.schedule_launcher(schedule.steps), (x, w, b), (y, workspace, packed, nothing, nothing), 0)
-    assert np.array_equal(kept, packed, equal_nan=True)
-    assert np.array_equal(y, run(Plan(problem, "opencl", config=config), x, w, b))
-    assert all(one.buffers[9] == Buffer.PACKED for step in schedule.steps for one in step if one.kernel == "fft_tiles")
-
-
-def test_filters_are_packed_alike_for_all_sizes_of_images():
-    one, other = (ConvProblem.forward(2, (n, 4, size, size), (4, 1, 15, 15), groups=4) for n, size in ((1, 99), (5, 300)))
-    assert fft.filter_key(one, Fft()) == fft.filter_key(other, Fft())
-    assert fft.filter_key(one, Fft()) != fft.filter_key(one, Fft(128, 128))
-    line = ConvProblem.forward(1, (1, 4, 999), (4, 1, 225), groups=4)
-    assert fft.filter_key(one, Fft()) != fft.filter_key(line, Fft())
-
-
 # ---- transforms in float64 of other arrays, which are checked
-
-
-@pytest.mark.parametrize("kind", ["one star", "tails", "all small"])
-def test_results_that_may_be_off_are_summed(device, kind):
-    """Few of them, from a list, and so many that there is no list."""
-    x, w, b = ALONE.normals("float32")
-    b[:] = 0
-    x[:] = 1e-3 * x if kind == "all small" else 0
-    x[0, 0, 44, 51] = 1e12
-    if kind == "tails":
-        at = np.arange(15)[:, None] - 7, np.arange(15) - 7
-        w[:] = np.exp(-(at[0] ** 2 + at[1] ** 2) / 2.0)
-    ref, magnitude = ALONE.reference(x, w, b), ALONE.reference(abs(x), abs(w), b)
-    got = run(Plan(ALONE.problem(), device, config=Fft(64, 128)), x, w, b)
-    assert (got[magnitude == 0] == 0).all()
-    assert_close(got, ref, 2.0**-23 * magnitude + TINY["float32"], kind)
-
-
-@pytest.mark.parametrize("value", [np.inf, np.nan])
-def test_inf_and_nan_by_default(device, value):
-    x, w, b = LARGE.normals("float32")
-    x[0, 0, 30, 40] = value
-    got, ref = run(Plan(LARGE.problem(), device, config=Fft(64, 128)), x, w, b), LARGE.reference(x, w, b)
-    lost = ~np.isfinite(ref)
-    assert lost.any() and not lost.all() and np.array_equal(got[lost], ref[lost].astype("f"), equal_nan=True)
-    x[~np.isfinite(x)] = 0
-    ref, magnitude = LARGE.reference(x, w, b), LARGE.reference(abs(x), abs(w), abs(b))
-    assert (abs(got - ref) <= 2.0**-23 * magnitude)[~lost].all()
 
 
 # ---- what runs, and what is chosen
@@ -417,40 +346,6 @@ def test_the_planner_takes_it_for_large_filters_if_it_is_asked_for(x, taps, grou
     assert not any(isinstance(config, Fft) for config in engines.candidates(replace(default, dtype="float64"), H200))
 
 
-@pytest.mark.parametrize("taps", [1, 3, 5, 7, 9])
-def test_the_planner_takes_others_for_small_filters(taps):
-    for x, groups in (((8, 64, 256, 256), 64), ((8, 64, 56, 56), 1), ((1, 1, 4096, 4096), 1)):
-        problem = ConvProblem.forward(2, x, (x[1], x[1] // groups, taps, taps), padding=taps // 2, groups=groups)
-        assert not any(isinstance(config, Fft) for config in engines.candidates(problem, H200))
-
-
-def test_a_long_line_is_chosen_for():
-    problem = ConvProblem.forward(1, (16, 1, 48000), (1, 1, 4001), algorithm="fft")
-    assert isinstance(engines.choose(problem, H200), (Fft, BlockFft))
-    assert not isinstance(engines.choose(replace(problem, algorithm="direct"), H200), (Fft, BlockFft))
-
-
-def test_launches_of_planes_and_of_the_planner_s_lines_are_on_the_closed_list_of_texts():
-    texts = registry.variants(H200)
-    for case in CASES:
-        for dtype in DTYPES:
-            for tile in fft._tiles(case.problem(dtype, algorithm="fft")):
-                for residual in (False, True):
-                    problem = replace(case.problem(dtype, algorithm="fft"), has_residual=residual)
-                    if engines.refusal(problem, Fft(*tile), H200) is None and (tile == fft.LINE or not fft._is_line(problem)):
-                        for launch in (one for step in engines.schedule(problem, Fft(*tile), H200).whole for one in step):
-                            assert any(launch in family for family in texts), launch
-                            assert launch.source()
-
-
-def test_public_functions_take_it(device):
-    """Through the calls that a user makes, with a configuration of the plan's."""
-    x, w, b = normals(PLAIN)
-    plan = Plan(PLAIN.problem(algorithm="fft"), device, config=Fft())
-    assert np.allclose(plan(x, w, b), pc.conv2d(x, w, b, padding=7, groups=3, device=device), atol=1e-4)
-    assert "fft/tiles.cu" in plan.explain()
-
-
 def test_parts_of_a_tile_lie_in_every_window():
     """Whatever pixel a window begins at, so many whole parts follow."""
     for tile in TILES:
@@ -461,7 +356,3 @@ def test_parts_of_a_tile_lie_in_every_window():
                 for part, box in zip(tiles.part, tiles.box, strict=True):
                     whole = [(first + size) // part - -(-first // part) for first in range(part)]
                     assert min(whole) == box >= 1
-
-
-def test_the_struct_is_the_kernel_s():
-    assert FftArguments._fields[0] == "image_stride" and len(FftArguments._fields) > 40

@@ -1,17 +1,13 @@
 """The closed list of texts: random problems of all families never leave it, and no size is in it."""
 
 import inspect
-import math
 from pathlib import Path
 
 import pytest
 
-from pycuda_conv import ConvProblem, background, engines, tune
+from pycuda_conv import background, engines, tune
 from pycuda_conv.cli import main
 from pycuda_conv.engines import calibration, packing, registry, split_sum
-from pycuda_conv.engines.hopper import dense as hopper_dense
-from pycuda_conv.engines.hopper import gemm_tiles
-from pycuda_conv.engines.hopper.gemm import ImplicitGemm
 from pycuda_conv.engines.images import window
 from pycuda_conv.engines.layout import cast as casting
 from pycuda_conv.engines.nn import batch_norm, join, max_pool, norm
@@ -104,50 +100,6 @@ def test_every_text_is_that_of_a_module_with_a_limit(architecture):
     own += [module for module in SHARED if device.backend in module.MOST_VARIANTS]
     known = sum(count(texts_of(module, device)) for module in own)
     assert 0 <= count(families(architecture)) - known <= 4
-
-
-@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
-def test_what_mends_float32_is_one_kernel_for_all_sizes(monkeypatch, layout):
-    monkeypatch.setattr(gemm_tiles, "JOINED_BYTES", 0)  # parts that are joined are mended there
-    device, found = device_of("sm_90a"), set()
-    for size in (56, 55, 28, 7):
-        for taps in (1, 3):
-            problem = ConvProblem.forward(2, (32, 256, size, size), (256, 256, taps, taps), padding=taps // 2, layout=layout)
-            config = ImplicitGemm(64, 128, SPLIT=2)  # the others mend their own results
-            assert engines.refusal(problem, config, device) is None
-            launches = background.launches(engines.schedule(problem, config, device))
-            found |= {launch.source() for launch in launches if launch.defines.get("RECOMPUTE")}
-    assert len(found) == 1
-
-
-def predicted(problem, device):
-    """The microseconds of the fastest configuration, by the engines' models."""
-    found = (engine.choose(problem.launched, device) for engine in registry.ENGINES if problem.launched.layout in engine.LAYOUTS)
-    return min(one[0] for one in found if one)
-
-
-def test_the_tiles_that_are_chosen_from_lose_little(monkeypatch):
-    """By the models, beside all multiples of 16 pixels, or of 32 channels, and all clusters."""
-    device = device_of("sm_90a")
-    problems = [as_called(problem, device) for problem in draw(12, 10)]
-    few = [predicted(problem, device) for problem in problems]
-    widths = (*range(64, 161, 16), 136, 192, 224, 256)
-    monkeypatch.setattr(gemm_tiles, "PIXELS", dict.fromkeys(gemm_tiles.PIXELS, ({128: widths, 64: widths},) * 4))
-    monkeypatch.setattr(gemm_tiles, "PINGPONG_PIXELS", (widths,) * 4)
-    columns = hopper_dense.COLUMNS
-    for tiles in ("TILES", "PHASED_TILES"):
-        monkeypatch.setattr(hopper_dense, tiles, {(rows, n): hopper_dense.CLUSTERS for rows in (128, 64) for n in columns})
-    losses = [a / b for a, b in zip(few, (predicted(problem, device) for problem in problems), strict=True) if 0 < b < math.inf]
-    assert any(loss > 1 for loss in losses) and sum(losses) / len(losses) < 1.015 and max(losses) < 1.6
-
-
-def test_what_is_listed_is_what_is_launched():
-    """A text of the list is the text of the launch, letter by letter."""
-    device = device_of("sm_80")
-    problem = next(p for p in draw(1, 1) if p.direction == "fprop")
-    for launch in background.launches(engines.schedule(problem, engines.choose(problem, device), device)):
-        family = next(family for family in families("sm_80") if launch in family)
-        assert launch.source() in set(family.sources())
 
 
 def test_a_family_knows_its_own():

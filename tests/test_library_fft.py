@@ -1,13 +1,12 @@
 """Large filters by a library's transforms: elements are as right as sums, whatever the numbers; and what `algorithm` asks for."""
 
-import pickle
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from cases.library_fft import SHAPES as CASES
-from reference import DISTRIBUTIONS, TINY, assert_close, assert_exact, fprop, run
+from reference import DISTRIBUTIONS, assert_close, assert_exact, fprop, run
 
 import pycuda_conv as pc
 from pycuda_conv import ConvArgumentError, ConvProblem, Plan, engines
@@ -78,23 +77,6 @@ def test_a_sky_with_stars_through_a_gaussian(device):
         assert (abs(y - ref) <= 6e-7 * ref).all()
 
 
-@pytest.mark.parametrize("kind", ["black", "half", "one star", "tails"])
-def test_zeros_stay_zeros(device, kind):
-    case = fprop((2, 2, 90, 100), (2, 1, 21, 17), groups=2, padding=8)
-    x, w, b = case.normals("float32")
-    b[:] = 0
-    if kind == "tails":  # of a Gaussian around one pixel: 1e-30 of its largest value
-        at = np.arange(21)[:, None] - 10, np.arange(17) - 8
-        w[:] = np.exp(-(at[0] ** 2 + at[1] ** 2) / 2.0)
-    x[..., : {"black": 100, "half": 50, "one star": 100, "tails": 100}[kind]] = 0
-    if kind in ("one star", "tails"):
-        x[0, 1, 44, 51] = 3
-    ref, magnitude = case.reference(x, w, b), case.reference(abs(x), abs(w), b)
-    got = run(plan(case, device), x, w, b)
-    assert (ref == 0).any() and (got[magnitude == 0] == 0).all() and not np.signbit(got[magnitude == 0]).any()
-    assert_close(got, ref, 2.0**-23 * magnitude + TINY["float32"])
-
-
 def test_nan_among_many_taps_takes_no_sums(device, monkeypatch):
     """Windows that have one are NaN, the others are as right as without it."""
     if get_device(device).backend == "cuda":
@@ -131,17 +113,6 @@ def test_many_doubtful_results_are_left_to_the_kernel(device, monkeypatch):
     by_python = run(plan(LARGE, device), x, w, b)
     monkeypatch.setattr(host_transforms, "MOST_SUMMED", -1)
     assert np.array_equal(run(plan(LARGE, device), x, w, b), by_python)
-
-
-def test_a_worse_transform_is_noticed(device, monkeypatch):
-    """The tests above can fail: with limits of nothing, zeros are not zeros."""
-    if get_device(device).backend == "cuda":
-        pytest.skip("the limits are made on the GPU")
-    monkeypatch.setattr(transforms, "ERROR", 0.0)
-    x, w, b = LARGE.normals("float32")
-    b[:] = 0
-    x[..., :90] = 0
-    assert (run(plan(LARGE, device), x, w, b)[LARGE.reference(x, w, b) == 0] != 0).any()
 
 
 def test_numpy_serves_without_scipy(device, monkeypatch):
@@ -196,20 +167,6 @@ def test_words():
     for wrong in (1, True, ["fft"]):
         with pytest.raises(TypeError, match=r"algorithm must be None or one of \('direct', 'fft', 'batch_invariant'\), got"):
             pc.conv2d(x, w, algorithm=wrong)
-
-
-def test_it_is_part_of_what_a_plan_is_known_by(device):
-    from pycuda_conv import tune
-    from pycuda_conv.plan import cached_plan
-
-    one = ConvProblem.forward(2, (1, 1, 64, 64), (1, 1, 15, 15))
-    problems = [replace(one, algorithm=algorithm) for algorithm in (None, "direct", "fft")]
-    assert len({cached_plan(p, get_device(device)) for p in problems}) == len({tune.key(p) for p in problems}) == 3
-    for p in problems:
-        made = Plan(p, device)
-        again = pickle.loads(pickle.dumps(made))
-        assert again.problem == p and again.config == made.config
-        assert str(p) in made.explain() and made.explain().splitlines()[0].endswith(p.algorithm or "float32")
 
 
 @on_the_host

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import simt
 from modes import program_of
-from reference import DTYPES, reference
-from test_borders import NUMPYS, padded
+from reference import DTYPES, assert_alike, reference
+from test_borders import NUMPYS
 from test_borders import Drawn as Case
 
 from pycuda_conv import ConvProblem, borders, engines
@@ -21,53 +21,81 @@ COPIES = "border_copy", "border_rows", "border_planes_copy"
 NEAR = ("zeros", "replicate", "reflect", "circular", "symmetric")
 
 
-class Drawn:
-    """A convolution with a border that goes on no further than to the image's other end."""
+class Given:
+    """A convolution with a border, or a gradient of one, and arrays of whole numbers: sums are exact in every type."""
 
-    def __init__(self, seed: int, ndim: int, layout: str, dtype: str, direction: str, channels=(16, 24)) -> None:
-        rng = self.rng = np.random.default_rng(seed)
-        c, k = channels
-        size = [int(n) for n in rng.integers(4, (40, 11, 6)[ndim - 1], ndim)]
-        taps = [int(n) for n in rng.integers(2, 4, ndim)]
-        self.pads = tuple((int(a), int(b)) for a, b in rng.integers(0, 4, (ndim, 2)))
-        self.modes = tuple((str(a), str(b)) for a, b in rng.choice(NEAR, (ndim, 2)))
-        if all(
-            mode == "zeros" or not n for pair, pads in zip(self.modes, self.pads, strict=True) for mode, n in zip(pair, pads, strict=True)
-        ):
-            self.pads, self.modes = ((1, 2), *self.pads[1:]), (("reflect", "circular"), *self.modes[1:])
-        self.options = {"stride": tuple(map(int, rng.integers(1, 3, ndim))), "dilation": tuple(map(int, rng.integers(1, 3, ndim)))}
-        size = [max(n, 2 * t) for n, t in zip(size, taps, strict=True)]
-        x_shape, w_shape = (2 if direction == "fprop" else 16, c, *size), (k, c, *taps)  # few images would have taps folded
-        given = {"padding": self.pads, "padding_mode": self.modes, "dtype": dtype, "layout": layout, **self.options}
-        forward = ConvProblem.forward(ndim, x_shape, w_shape, **given)
-        self.y_shape, self.ndim = forward.result_shape, ndim
-        self.problem = forward if direction == "fprop" else ConvProblem.gradient("weight", ndim, x_shape, w_shape, self.y_shape, **given)
-        self.x, self.w = rng.integers(-4, 5, x_shape).astype(dtype), rng.integers(-4, 5, w_shape).astype(dtype)
-        self.dy = rng.integers(-2, 3, self.y_shape).astype(dtype)
+    def __init__(self, rng, direction: str, x_shape, w_shape, pads, modes, *, bias=False, residual=False, most=2, value=0.0, **options) -> None:
+        self.direction, self.case, ndim = direction, Case(0), len(x_shape) - 2
+        border = {"padding": pads, "padding_mode": modes, "padding_value": value}
+        self.case.ndim, self.case.pads, self.case.modes, self.case.value = ndim, pads, modes, value
+        self.case.options = {name: options[name] for name in ("stride", "dilation", "groups") if name in options}
+        activation = {"activation": options.pop("activation")} if "activation" in options else {}
+        forward = ConvProblem.forward(ndim, x_shape, w_shape, w_shape[:1] if bias else None, **border, **options, **activation)
+        more = {"residual_shape": x_shape} if residual else {}
+        self.problem = forward if direction == "fprop" else ConvProblem.gradient(
+            {"dgrad": "input", "wgrad": "weight"}[direction], ndim, x_shape, w_shape, forward.result_shape, **border, **options, **more
+        )
+        shapes = x_shape, w_shape, forward.result_shape, w_shape[:1] if bias else None, x_shape if residual else None
+        self.x, self.w, self.dy, self.b, self.r = (None if one is None else rng.integers(-most, most + 1, one).astype("float32") for one in shapes)
 
     @property
-    def arrays(self):
-        return self.x, self.w if self.problem.direction == "fprop" else self.dy
+    def operands(self) -> tuple:
+        pairs = {"fprop": (self.x, self.w), "dgrad": (self.dy, self.w), "wgrad": (self.x, self.dy)}
+        return *pairs[self.direction], self.b, None, self.r
 
-    def expected(self, x, w, dy):
-        wide = padded(x.astype(np.float64), self.pads, self.modes)
-        if self.problem.direction == "fprop":
-            return reference(False, self.ndim, wide, w, **self.options)
-        torch = pytest.importorskip("torch")
-        name = f"conv{self.ndim}d_weight"
-        return getattr(torch.nn.grad, name)(
-            torch.from_numpy(wide), w.shape, torch.from_numpy(dy.astype(np.float64)), **self.options
-        ).numpy()
+    def want(self, of=lambda array: array) -> np.ndarray:
+        """In float64, of what `of` makes of the arrays."""
+        x, w, dy = (of(one).astype(np.float64) for one in (self.x, self.w, self.dy))
+        y = self.case.by_torch(x, w, None if self.direction == "fprop" else dy)
+        y = y if self.direction == "fprop" else y[self.direction == "wgrad"]
+        y = y if self.b is None else y + self.b.reshape(-1, *(1,) * self.case.ndim)
+        return y if self.r is None else y + self.r
+
+    def computed(self, config, **how) -> np.ndarray:
+        return simt.computed(self.problem, config, *(None if one is None else one.astype(self.problem.dtype) for one in self.operands), **how)
+
+    def kernels(self, config, last: bool = False) -> list[str]:
+        program = program_of(self.problem, config, 3)
+        return [step.kernel for stage in (program.filter_last if last else program.whole) for step in stage]
+
+    def check(self, config, **how) -> None:
+        with np.errstate(all="ignore"):
+            want, got = self.want(), self.computed(config, **how)
+            want = np.maximum(want, 0) if self.problem.activation == "relu" else want
+            np.testing.assert_array_equal(got.astype(np.float64), want.astype(self.problem.dtype).astype(np.float64))
 
 
-def drawn_for(inner, seed: int, *args) -> tuple[Drawn, engines.Bordered]:
+def sides(rng, pads, modes) -> tuple:
+    """Pads and modes whose first side shows the image."""
+    return ((1, pads[0][1]), *pads[1:]), ((str(rng.choice(NEAR[1:])), modes[0][1]), *modes[1:])
+
+
+def pairs_of(drawn, kind=int) -> tuple:
+    return tuple((kind(a), kind(b)) for a, b in drawn)
+
+
+def drawn(seed: int, ndim: int, layout: str, dtype: str, direction: str, channels=(16, 24)) -> Given:
+    """With a border that goes on no further than to the image's other end."""
+    rng, (c, k) = np.random.default_rng(seed), channels
+    size = [int(n) for n in rng.integers(4, (40, 11, 6)[ndim - 1], ndim)]
+    taps = [int(n) for n in rng.integers(2, 4, ndim)]
+    pads, modes = pairs_of(rng.integers(0, 4, (ndim, 2))), pairs_of(rng.choice(NEAR, (ndim, 2)), str)
+    if all(mode == "zeros" or not n for pair, some in zip(modes, pads, strict=True) for mode, n in zip(pair, some, strict=True)):
+        pads, modes = ((1, 2), *pads[1:]), (("reflect", "circular"), *modes[1:])
+    options = {name: tuple(map(int, rng.integers(1, 3, ndim))) for name in ("stride", "dilation")}
+    size = [max(n, 2 * t) for n, t in zip(size, taps, strict=True)]
+    images = 2 if direction == "fprop" else 16  # few images would have taps folded
+    return Given(rng, direction, (images, c, *size), (k, c, *taps), pads, modes, dtype=dtype, layout=layout, **options)
+
+
+def drawn_for(inner, seed: int, *args) -> tuple[Given, engines.Bordered]:
     """A problem whose border `inner` reads itself: some of wgrad's have taps folded while they are packed, and need a copy."""
     config = engines.Bordered(str(inner))
-    for drawn in (Drawn(seed + 1000 * again, *args) for again in range(10)):
-        assert registry.refusal(drawn.problem, config, Target("sm_90a")) is None
-        if not set(COPIES) & {step.kernel for stage in program_of(drawn.problem, config, 3).whole for step in stage}:
-            return drawn, config
-        assert drawn.problem.direction == "wgrad"
+    for given in (drawn(seed + 1000 * again, *args) for again in range(10)):
+        assert registry.refusal(given.problem, config, Target("sm_90a")) is None
+        if not set(COPIES) & set(given.kernels(config)):
+            return given, config
+        assert given.direction == "wgrad"
     raise AssertionError("each was copied")
 
 
@@ -84,9 +112,8 @@ PACKED = [
 @pytest.mark.parametrize(("number", "seed"), [(number, number % 3) for number in range(len(PACKED))])
 def test_packing_writes_the_border(number, seed):
     ndim, layout, dtype, direction, config = PACKED[number]
-    drawn, bordered = drawn_for(config, 100 * number + seed, ndim, layout, dtype, direction, (16, 24) if seed else (20, 21))
-    got = simt.computed(drawn.problem, bordered, *drawn.arrays, seeds=(seed,))
-    np.testing.assert_array_equal(got.astype(np.float64), drawn.expected(drawn.x, drawn.w, drawn.dy))
+    given, bordered = drawn_for(config, 100 * number + seed, ndim, layout, dtype, direction, (16, 24) if seed else (20, 21))
+    given.check(bordered, seeds=(seed,))
 
 
 #: Numbers that limbs do not hold: what depends on them is computed again, from the image with its border.
@@ -103,28 +130,21 @@ STRANGE = {
     ("NCHW", "fprop", engines.ImplicitGemm80(64, 128, 4)),
 ])  # fmt: skip
 def test_what_is_computed_again_reads_the_border(layout, direction, config, kind):
-    drawn, bordered = drawn_for(config, 7, 2, layout, "float32", direction)
-    x, w, dy = (drawn.rng.standard_normal(one.shape).astype("float32") for one in (drawn.x, drawn.w, drawn.dy))
-    STRANGE[kind](x, drawn.rng)
+    given, bordered = drawn_for(config, 7, 2, layout, "float32", direction)
+    rng = np.random.default_rng(7)
+    given.x, given.w, given.dy = (rng.standard_normal(one.shape).astype("float32") for one in (given.x, given.w, given.dy))
+    STRANGE[kind](given.x, rng)
     with np.errstate(all="ignore"):
-        want, size = drawn.expected(x, w, dy), drawn.expected(abs(x), abs(w), abs(dy))
-    got = simt.computed(drawn.problem, bordered, x, w if direction == "fprop" else dy)
-    with np.errstate(all="ignore"):
-        wrong = ~((abs(got - want) <= 3e-6 * size + 1e-44) | (np.isnan(got) & np.isnan(want)) | (got == want))
-    assert not wrong.any(), np.argwhere(wrong)[:5]
-    assert np.isnan(want).any() or np.isinf(want).any() or kind.startswith("2^")
+        want, size = given.want(), given.want(abs)
+    assert_alike(given.computed(bordered), want, 3e-6 * size + 1e-44)
+    assert not np.isfinite(want).all() or kind.startswith("2^")
 
 
 def test_borders_that_packing_leaves_to_a_copy():
     """Numbers that fill, and what goes on beyond the image's other end."""
     for mode, pad in (("constant", 1), ("circular", 9), ("reflect", 8)):
-        problem = ConvProblem.forward(
-            2, (2, 16, 8, 8), (24, 16, 3, 3), padding=pad, padding_mode=mode, padding_value=float(mode == "constant")
-        )
-        kernels = [
-            step.kernel for stage in program_of(problem, engines.Bordered(str(engines.ImplicitGemm(64, 64, 2))), 3).whole for step in stage
-        ]
-        assert kernels[0] in COPIES
+        given = Given(np.random.default_rng(0), "fprop", (2, 16, 8, 8), (24, 16, 3, 3), ((pad, pad),) * 2, ((mode, mode),) * 2, value=float(mode == "constant"))
+        assert given.kernels(engines.Bordered(str(engines.ImplicitGemm(64, 64, 2))))[0] in COPIES
     assert set(NUMPYS) == set(borders.MODES)
 
 
@@ -136,36 +156,24 @@ def test_depthwise_rings_copy_the_border(seed):
     dtype = ("float16", "bfloat16", "float32")[seed % 3]
     size, pads = rng.integers(taps + 1, 20, 2), rng.integers(0, taps, (2, 2))
     pads[0, 0] += 1
-    modes = tuple((str(a), str(b)) for a, b in rng.choice(NEAR[1:], (2, 2)))
-    x_shape, w_shape = (3, k, *map(int, size)), (k, 1, taps, taps)
-    options = {"stride": stride, "groups": k}
-    given = {**options, "padding": tuple(map(tuple, pads.tolist())), "padding_mode": modes, "dtype": dtype, "layout": "NHWC"}
-    y_shape = ConvProblem.forward(2, x_shape, w_shape, **given).result_shape
-    problem = ConvProblem.gradient("weight", 2, x_shape, w_shape, y_shape, **given)
-    x, dy = rng.integers(-3, 4, x_shape).astype(dtype), rng.integers(-1, 2, y_shape).astype(dtype)
-    x[0, 0, 0, 0] = np.nan if seed % 2 else 1
-    torch = pytest.importorskip("torch")
-    wide = torch.from_numpy(padded(x.astype(np.float64), pads.tolist(), modes))
-    want = torch.nn.grad.conv2d_weight(wide, w_shape, torch.from_numpy(dy.astype(np.float64)), **options).numpy()
+    modes = pairs_of(rng.choice(NEAR[1:], (2, 2)), str)
+    given = Given(rng, "wgrad", (3, k, *map(int, size)), (k, 1, taps, taps), pairs_of(pads), modes, stride=stride, groups=k, dtype=dtype, layout="NHWC")
+    given.x[0, 0, 0, 0] = np.nan if seed % 2 else 1
     config = engines.Bordered(str(engines.DepthwiseRing(int(rng.integers(2, 6)), int(rng.integers(1, 3)))))
-    assert program_of(problem, config, 3).whole[0][0].kernel == "depthwise_nhwc_wgrad_ring"
-    np.testing.assert_array_equal(simt.computed(problem, config, x, dy, seeds=(seed,)).astype(np.float64), want)
+    assert given.kernels(config)[0] == "depthwise_nhwc_wgrad_ring"
+    given.check(config, seeds=(seed,))
 
 
 @pytest.mark.parametrize("groups", [1, 8])
 def test_copies_for_gradients_of_filters_of_channels_last(groups):
     """A number that fills is copied, in groups too."""
-    rng = np.random.default_rng(groups)
-    x_shape, w_shape, y_shape = (3, 16, 7, 6), (16, 16 // groups, 3, 3), (3, 16, 7, 6)
-    given = {"padding": 1, "padding_mode": "constant", "padding_value": 2.0, "groups": groups, "layout": "NHWC"}
-    problem = ConvProblem.gradient("weight", 2, x_shape, w_shape, y_shape, **given)
-    x, dy = rng.integers(-3, 4, x_shape).astype("f"), rng.integers(-1, 2, y_shape).astype("f")
-    torch = pytest.importorskip("torch")
-    wide = torch.from_numpy(np.pad(x.astype(np.float64), ((0, 0), (0, 0), (1, 1), (1, 1)), constant_values=2))
-    want = torch.nn.grad.conv2d_weight(wide, w_shape, torch.from_numpy(dy.astype(np.float64)), groups=groups).numpy()
-    config = engines.Bordered(str(engines.choose(problem.padded, Target("sm_90a"))))
-    assert program_of(problem, config, 3).whole[0][0].kernel in COPIES
-    np.testing.assert_array_equal(simt.computed(problem, config, x, dy).astype(np.float64), want)
+    given = Given(
+        np.random.default_rng(groups), "wgrad", (3, 16, 7, 6), (16, 16 // groups, 3, 3), ((1, 1),) * 2, (("constant",) * 2,) * 2, value=2.0,
+        groups=groups, layout="NHWC"
+    )
+    config = engines.Bordered(str(engines.choose(given.problem.padded, Target("sm_90a"))))
+    assert given.kernels(config)[0] in COPIES
+    given.check(config)
 
 
 @pytest.mark.parametrize("seed", range(14))
@@ -178,24 +186,15 @@ def test_dense_tiles_take_other_pixels_at_the_sides(seed):
     size = [int(n) for n in rng.integers(5, (300, 12, 6)[ndim - 1], ndim)]
     if seed == 3:
         size[0] = 270  # the last rows lie further than a corner of tensor loads can
-    most = 3 if ndim < 3 else 2
-    pads = tuple((int(a), int(b)) for a, b in rng.integers(0, most, (ndim, 2)))
-    modes = tuple((str(a), str(b)) for a, b in rng.choice(NEAR, (ndim, 2)))
-    pads, modes = ((1, pads[0][1]), *pads[1:]), ((str(rng.choice(NEAR[1:])), modes[0][1]), *modes[1:])
+    pads, modes = pairs_of(rng.integers(0, 3 if ndim < 3 else 2, (ndim, 2))), pairs_of(rng.choice(NEAR, (ndim, 2)), str)
+    pads, modes = sides(rng, pads, modes)
     c, k = (24, 40) if seed % 2 else (64, 64 if seed % 4 else 72)
     size = [max(n, dilation * (t - 1) + 1) for n, t in zip(size, taps, strict=True)]
-    x_shape, w_shape = (2, c, *size), (k, c, *taps)
-    options = {"stride": stride, "dilation": dilation}
-    problem = ConvProblem.forward(ndim, x_shape, w_shape, (k,), padding=pads, padding_mode=modes, dtype=dtype, layout="NHWC", **options)
-    x, w, b = (rng.integers(-2, 3, shape).astype(dtype) for shape in (x_shape, w_shape, (k,)))
-    want = reference(False, ndim, padded(x.astype(np.float64), pads, modes), w, b, **options)
+    given = Given(rng, "fprop", (2, c, *size), (k, c, *taps), pads, modes, bias=True, stride=stride, dilation=dilation, dtype=dtype, layout="NHWC")
     config = engines.Bordered(str(engines.DenseNhwc(128, 64, 4)))
-    kernels = [step.kernel for stage in program_of(problem, config, 3).whole for step in stage]
-    if problem.border is None:
-        return
-    assert ndim == 3 or set(kernels) <= {"hopper_dense", "transpose_filter"}, kernels  # a volume has many sides
-    got = simt.computed(problem, config, x, w, b, seeds=(seed,))
-    np.testing.assert_array_equal(got.astype(np.float64), want.astype(dtype).astype(np.float64))
+    if given.problem.border is not None:
+        assert ndim == 3 or set(given.kernels(config)) <= {"hopper_dense", "transpose_filter"}  # a volume has many sides
+        given.check(config, seeds=(seed,))
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -206,28 +205,17 @@ def test_dense_tiles_take_more_taps_where_a_gradient_s_border_shows_a_pixel(seed
     taps = [int(n) for n in rng.integers(1, 4, ndim)]
     dilation = int(rng.integers(1, 3))
     size = [int(n) for n in rng.integers(5, (300, 12)[ndim - 1], ndim)]
-    pads = tuple((int(a), int(b)) for a, b in rng.integers(0, 2 if ndim > 1 else 4, (ndim, 2)))
-    modes = tuple((str(a), str(b)) for a, b in rng.choice(NEAR, (ndim, 2)))
-    pads, modes = ((1, pads[0][1]), *pads[1:]), ((str(rng.choice(NEAR[1:])), modes[0][1]), *modes[1:])
+    pads, modes = pairs_of(rng.integers(0, 2 if ndim > 1 else 4, (ndim, 2))), pairs_of(rng.choice(NEAR, (ndim, 2)), str)
+    pads, modes = sides(rng, pads, modes)
     c, k = (40, 24) if seed % 2 else (64, 64)
     size = [max(n, dilation * (t - 1) + 1) for n, t in zip(size, taps, strict=True)]
-    x_shape, w_shape = (2, c, *size), (k, c, *taps)
-    given = {"padding": pads, "padding_mode": modes, "dilation": dilation, "dtype": dtype, "layout": "NHWC"}
-    y_shape = ConvProblem.forward(ndim, x_shape, w_shape, **given).result_shape
-    residual = rng.integers(-2, 3, x_shape).astype(dtype) if seed % 3 == 0 else None
-    problem = ConvProblem.gradient("input", ndim, x_shape, w_shape, y_shape, residual_shape=None if residual is None else x_shape, **given)
-    w, dy = rng.integers(-1, 2, w_shape).astype(dtype), rng.integers(-1, 2, y_shape).astype(dtype)
-    drawn = Case(0)
-    drawn.ndim, drawn.pads, drawn.modes, drawn.value, drawn.options = ndim, pads, modes, 0.0, {"dilation": dilation}
-    want, _ = drawn.by_torch(np.zeros(x_shape), w.astype(np.float64), dy.astype(np.float64))
-    want = want if residual is None else want + residual
+    given = Given(
+        rng, "dgrad", (2, c, *size), (k, c, *taps), pads, modes, residual=seed % 3 == 0, most=1, dilation=dilation, dtype=dtype, layout="NHWC"
+    )
     config = engines.Bordered(str(engines.DenseNhwc(128, 64, 4)))
     for last in (False, True):
-        program = program_of(problem, config, 3)
-        kernels = [step.kernel for stage in (program.filter_last if last else program.whole) for step in stage]
-        assert set(kernels) <= {"hopper_dense", "transpose_filter"}, kernels
-        got = simt.computed(problem, config, dy, w, None, None, residual, seeds=(seed,), filter_last=last)
-        np.testing.assert_array_equal(got.astype(np.float64), want.astype(dtype).astype(np.float64))
+        assert set(given.kernels(config, last)) <= {"hopper_dense", "transpose_filter"}
+        given.check(config, seeds=(seed,), filter_last=last)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -239,20 +227,14 @@ def test_toeplitz_tiles_fill_the_columns_beside_their_rows(seed):
     c, multiplier = int(rng.integers(2, 6)), int(rng.integers(1, 3))
     size = [int(n) for n in rng.integers(10, 30, 2)]
     size[1] = size[1] // 8 * 8 if seed % 3 == 0 else size[1]
-    pads = tuple((int(a), int(b)) for a, b in rng.integers(0, 5, (2, 2)))
-    modes = tuple((str(a), str(b)) for a, b in rng.choice(NEAR, (2, 2)))
-    pads, modes = ((1, pads[0][1]), *pads[1:]), ((str(rng.choice(NEAR[1:])), modes[0][1]), *modes[1:])
-    x_shape, w_shape = (2, c, *size), (c * multiplier, 1, *map(int, taps))
-    options = {"stride": stride, "dilation": dilation, "groups": c}
-    problem = ConvProblem.forward(2, x_shape, w_shape, (w_shape[0],), padding=pads, padding_mode=modes, dtype=dtype, **options)
-    x, w, b = (rng.integers(-2, 3, shape).astype(dtype) for shape in (x_shape, w_shape, (w_shape[0],)))
+    pads, modes = sides(rng, pairs_of(rng.integers(0, 5, (2, 2))), pairs_of(rng.choice(NEAR, (2, 2)), str))
+    w_shape = (c * multiplier, 1, *map(int, taps))
+    given = Given(rng, "fprop", (2, c, *size), w_shape, pads, modes, bias=True, stride=stride, dilation=dilation, groups=c, dtype=dtype)
     if seed % 4 == 1:
-        x[0, 0, 0, 1] = np.inf
-    with np.errstate(invalid="ignore"):
-        want = reference(False, 2, padded(x.astype(np.float64), pads, modes), w, b, **options)
+        given.x[0, 0, 0, 1] = np.inf
     config = engines.Bordered(str(engines.DepthwiseToeplitz(24)))
-    assert [step.kernel for stage in program_of(problem, config, 3).whole for step in stage] == ["depthwise_toeplitz"]
-    np.testing.assert_array_equal(simt.computed(problem, config, x, w, b, seeds=(seed,)).astype(np.float64), want)
+    assert given.kernels(config) == ["depthwise_toeplitz"]
+    given.check(config, seeds=(seed,))
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -264,26 +246,12 @@ def test_small_planes_get_their_border_and_give_it_back(seed):
     pads = tuple((int(a) + 2, int(b) + 1) for a, b in rng.integers(0, 4 if seed % 5 else 12, (2, 2)))
     modes = tuple((str(a), str(b)) for a, b in rng.choice(borders.MODES, (2, 2)))
     modes = (("reflect" if direction == "dgrad" else "constant", modes[0][1]), modes[1])
-    given = {"padding": pads, "padding_mode": modes, "padding_value": 2.0 if "constant" in str(modes) else 0.0, "dtype": dtype, "groups": c}
-    x_shape, w_shape = (37, c, *size), (c, 1, *taps)
-    problem = ConvProblem.forward(2, x_shape, w_shape, **given)
-    x, w, dy = (rng.integers(-4, 5, shape).astype("float32") for shape in (x_shape, w_shape, problem.result_shape))
-    drawn = Case(0)
-    drawn.ndim, drawn.pads, drawn.modes, drawn.value, drawn.options = 2, pads, modes, given["padding_value"], {"groups": c}
-    if direction == "fprop":
-        wide = padded(x, pads, modes, given["padding_value"]).astype(np.float64)
-        want, operands, kernel = reference(False, 2, wide, w, groups=c), (x, w), "border_planes_copy"
-    else:
-        problem = ConvProblem.gradient("input", 2, x_shape, w_shape, problem.result_shape, **given)
-        want, operands, kernel = drawn.by_torch(
-            np.zeros(x_shape), w.astype(np.float64), dy.astype(np.float64)
-        )[0], (dy, w), "border_planes_fold"
-    inner = engines.Batched() if direction == "fprop" else engines.Dgrad()
+    value = 2.0 if "constant" in str(modes) else 0.0
+    given = Given(rng, direction, (37, c, *size), (c, 1, *taps), pads, modes, most=4, value=value, dtype=dtype, groups=c)
+    inner, kernel = (engines.Batched(), "border_planes_copy") if direction == "fprop" else (engines.Dgrad(), "border_planes_fold")
     config = engines.Bordered(str(inner))
-    assert registry.refusal(problem, config, Target("sm_90a")) is None
-    assert kernel in {step.kernel for stage in program_of(problem, config, 3).whole for step in stage}
-    got = simt.computed(problem, config, *(one.astype(dtype) for one in operands), seeds=(seed,))
-    np.testing.assert_array_equal(got.astype(np.float64), want.astype(dtype).astype(np.float64))
+    assert registry.refusal(given.problem, config, Target("sm_90a")) is None and kernel in given.kernels(config)
+    given.check(config, seeds=(seed,))
 
 
 @pytest.mark.parametrize(("dtype", "layout", "config"), [
@@ -321,19 +289,15 @@ def test_patches_of_few_inputs_show_their_columns(seed):
     stride, dilation = int(rng.integers(1, 3)), 1 + int(seed % 5 == 4 and dtype == "float32")
     size = [max(n, 2 * dilation * t) for n, t in zip(size, taps, strict=True)]
     c, k = (3, 1, 4, 2)[seed % 4], (24, 16, 40)[seed % 3]
-    x_shape, w_shape = (2, c, *size), (k, c, *taps)
-    options = {"stride": stride, "dilation": dilation}
-    given = {"padding": pads, "padding_mode": tuple(modes), "dtype": dtype, "layout": layout, "precision": precision, **options}
-    problem = ConvProblem.forward(ndim, x_shape, w_shape, (k,), **given)
+    given = Given(
+        rng, "fprop", (2, c, *size), (k, c, *taps), pads, tuple(modes), bias=True, stride=stride, dilation=dilation, dtype=dtype, layout=layout,
+        precision=precision
+    )
     config = engines.Bordered(str(engines.FewInputs(16, 16)))
-    assert {step.kernel for stage in program_of(problem, config, 3).whole for step in stage} == {"few_inputs"}
-    x, w, b = (rng.integers(-2, 3, shape).astype(dtype) for shape in (x_shape, w_shape, (k,)))
+    assert set(given.kernels(config)) == {"few_inputs"}
     if seed % 3 == 0 and precision == "fp32":
-        x[(0,) * x.ndim] = np.nan
-    with np.errstate(all="ignore"):
-        want = reference(False, ndim, padded(x.astype(np.float64), pads, tuple(modes)), w, b, **options)
-        got = simt.computed(problem, config, x, w, b, seeds=(seed,))
-    np.testing.assert_array_equal(got.astype(np.float64), want.astype(dtype).astype(np.float64))
+        given.x[(0,) * given.x.ndim] = np.nan
+    given.check(config, seeds=(seed,))
 
 
 @pytest.mark.turns
@@ -350,39 +314,24 @@ def test_rims_on_tensor_cores(seed, gradient):
         c, k = c + 65, k + 3
     taps, size, pads = rng.integers(2, 4, 2), rng.integers(5, 9, 2), rng.integers(0, 3, (2, 2))
     pads[0, 0] += 1
-    modes, pads = tuple((str(a), str(b)) for a, b in rng.choice(NEAR[1:], (2, 2))), tuple((int(a), int(b)) for a, b in pads)
-    x_shape, w_shape = (3, groups * c, *map(int, size)), (groups * k, c, *map(int, taps))
+    modes, pads = pairs_of(rng.choice(NEAR[1:], (2, 2)), str), pairs_of(pads)
     options = {"stride": 1 + seed // 6 % 2, "dilation": tuple(map(int, rng.integers(1, 3, 2))), "groups": groups}
-    given = {"padding": pads, "padding_mode": modes, "dtype": dtype, "layout": layout, **options}
-    problem = ConvProblem.forward(2, x_shape, w_shape, w_shape[:1], activation="relu", **given)
-    y_shape = problem.result_shape
-    if gradient:
-        problem = ConvProblem.gradient("input", 2, x_shape, w_shape, y_shape, **given)
-    inner = engines.ImplicitGemm80(64, 128, 4) if seed % 4 else engines.choose(replace(problem, border=None), Target("sm_90a"))
-    config = engines.Rims(str(inner))
-    x, w, dy = (rng.integers(-1, 2, shape).astype("float32") for shape in (x_shape, w_shape, y_shape))
-    b, drawn = rng.integers(-3, 4, w_shape[0]).astype("float32"), Case(0)
-    drawn.ndim, drawn.pads, drawn.modes, drawn.value, drawn.options = 2, pads, modes, 0.0, options
-    got = simt.computed(problem, config, *(one.astype(dtype) for one in ((dy, w) if gradient else (x, w, b))), seeds=(seed,))
-    x, w, dy = (one.astype(np.float64) for one in (x, w, dy))
-    want = drawn.by_torch(x, w, dy)[0] if gradient else np.maximum(drawn.by_torch(x, w) + b.reshape(-1, 1, 1), 0)
-    np.testing.assert_array_equal(got.astype(np.float64), want)
+    given = Given(
+        rng, "dgrad" if gradient else "fprop", (3, groups * c, *map(int, size)), (groups * k, c, *map(int, taps)), pads, modes, bias=not gradient,
+        most=1, dtype=dtype, layout=layout, activation=None if gradient else "relu", **options
+    )
+    inner = engines.ImplicitGemm80(64, 128, 4) if seed % 4 else engines.choose(replace(given.problem, border=None), Target("sm_90a"))
+    given.check(engines.Rims(str(inner)), seeds=(seed,))
 
 
-def test_rims_that_are_not_finite_are_summed_again():
-    for gradient in (False, True):
-        given = {"padding": 1, "padding_mode": "reflect"}
-        problem = ConvProblem.forward(2, (2, 16, 6, 7), (16, 16, 3, 3), **given)
-        problem = ConvProblem.gradient("input", 2, (2, 16, 6, 7), (16, 16, 3, 3), problem.result_shape, **given) if gradient else problem
-        rng, drawn = np.random.default_rng(5), Case(0)
-        x, w = (rng.standard_normal(shape).astype("float32") for shape in ((2, 16, 6, 7), (16, 16, 3, 3)))
-        x[0, 3, 0, 2], x[1, 5, 3, 0], x[1, :, 5], w[2] = np.inf, np.nan, 1e36, w[2] * 1e-20
-        drawn.ndim, drawn.pads, drawn.modes, drawn.value, drawn.options = 2, ((1, 1),) * 2, (("reflect",) * 2,) * 2, 0.0, {}
-        with np.errstate(all="ignore"):
-            want, size = (drawn.by_torch(
-                one(x).astype(float), one(w).astype(float), one(x).astype(float) if gradient else None
-            ) for one in (np.asarray, abs))
-            want, size = (want[0], size[0]) if gradient else (want, size)
-            got = simt.computed(problem, engines.Rims(str(engines.ImplicitGemm80(64, 128, 4))), x, w)
-            wrong = ~((abs(got - want) <= 1e-6 * size) | (np.isnan(got) & np.isnan(want)) | (got == want.astype("float32")))
-        assert not wrong.any() and np.isinf(want).any() and np.isnan(want).any(), np.argwhere(wrong)[:5]
+@pytest.mark.parametrize("direction", ["fprop", "dgrad"])
+def test_rims_that_are_not_finite_are_summed_again(direction):
+    rng = np.random.default_rng(5)
+    given = Given(rng, direction, (2, 16, 6, 7), (16, 16, 3, 3), ((1, 1),) * 2, (("reflect",) * 2,) * 2)
+    given.x, given.w = (rng.standard_normal(shape).astype("float32") for shape in ((2, 16, 6, 7), (16, 16, 3, 3)))
+    given.x[0, 3, 0, 2], given.x[1, 5, 3, 0], given.x[1, :, 5], given.w[2] = np.inf, np.nan, 1e36, given.w[2] * 1e-20
+    given.dy = given.x
+    with np.errstate(all="ignore"):
+        want, size = given.want(), given.want(abs)
+    assert_alike(given.computed(engines.Rims(str(engines.ImplicitGemm80(64, 128, 4)))), want, 1e-6 * size)
+    assert np.isinf(want).any() and np.isnan(want).any()

@@ -11,7 +11,9 @@ import simt
 import torch
 from reference import DTYPES
 
+from pycuda_conv import nn
 from pycuda_conv.engines.nn.max_pool import Pool
+from pycuda_conv.nn import pooling
 
 POOLS = [
     Pool("bfloat16", (2, 16, 9, 11), (3, 3), (2, 2), (1, 1), (1, 1)), Pool("float32", (1, 4, 8, 7), (2, 2), (2, 2), (0, 0), (1, 1)),
@@ -23,8 +25,23 @@ POOLS = [
 ]  # fmt: skip
 
 
+MEANS = [
+    Pool("float16", (2, 16, 8, 10), (2, 2), (2, 2), (0, 0), (1, 1), mean=True), Pool("bfloat16", (1, 8, 9, 11), (3, 2), (2, 1), (1, 1), (1, 1), mean=True),
+    Pool("float32", (2, 4, 9, 7), (3, 4), (2, 3), (1, 2), (1, 1), mean=True, counted=False), Pool("float32", (1, 8, 5, 6), (3, 3), (1, 1), (1, 1), (1, 1), mean=True, divisor=7),
+    Pool("float32", (1, 4, 8, 7), (3, 2), (2, 3), (1, 0), (1, 1), beyond=True, mean=True), Pool("float16", (1, 8, 7, 8), (2, 3), (3, 2), (1, 1), (1, 1), beyond=True, mean=True, counted=False),
+]  # fmt: skip
+
+
 def theirs(pool, x):
+    if pool.mean:
+        return torch.nn.functional.avg_pool2d(x, pool.taps, pool.stride, pool.padding, pool.beyond, pool.counted, pool.divisor or None)
     return torch.nn.functional.max_pool2d(x, pool.taps, pool.stride, pool.padding, pool.dilation, pool.beyond)
+
+
+def ours(pool, x):
+    if pool.mean:
+        return pooling.mean_pool(x, pool.taps, pool.stride, pool.padding, pool.beyond, pool.counted, pool.divisor or None)
+    return pooling.max_pool(x, pool.taps, pool.stride, pool.padding, pool.dilation, pool.beyond)
 
 
 def operands(pool, special=False):
@@ -79,24 +96,13 @@ def test_a_window_without_a_pixel_has_no_maximum_and_no_gradient():
     assert not memory.buffers[2].view("f").any()
 
 
-MEANS = [
-    Pool("float16", (2, 16, 8, 10), (2, 2), (2, 2), (0, 0), (1, 1), mean=True), Pool("bfloat16", (1, 8, 9, 11), (3, 2), (2, 1), (1, 1), (1, 1), mean=True),
-    Pool("float32", (2, 4, 9, 7), (3, 4), (2, 3), (1, 2), (1, 1), mean=True, counted=False), Pool("float32", (1, 8, 5, 6), (3, 3), (1, 1), (1, 1), (1, 1), mean=True, divisor=7),
-    Pool("float32", (1, 4, 8, 7), (3, 2), (2, 3), (1, 0), (1, 1), beyond=True, mean=True), Pool("float16", (1, 8, 7, 8), (2, 3), (3, 2), (1, 1), (1, 1), beyond=True, mean=True, counted=False),
-]  # fmt: skip
-
-
-def their_means(pool, x):
-    return torch.nn.functional.avg_pool2d(x, pool.taps, pool.stride, pool.padding, pool.beyond, pool.counted, pool.divisor or None)
-
-
 @pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
 @pytest.mark.parametrize("pool", MEANS, ids=str)
 def test_means_and_their_gradient(pool):
     assert pool.fits
     x, dy = operands(pool)
     x.requires_grad_()
-    y = their_means(pool, x)
+    y = theirs(pool, x)
     (dx,) = torch.autograd.grad(y, x, dy)
     near = {"float32": 1e-6, "float16": 2.0**-10, "bfloat16": 2.0**-7}[pool.dtype]
     for launch, given, wanted in ((pool.forward(), x, y), (pool.backward(), dy, dx)):
@@ -129,90 +135,49 @@ def model():
     return torch.nn.Sequential(*parts)
 
 
-def test_a_graph_calls_ours_for_max_pooling(monkeypatch):
-    nn = pytest.importorskip("pycuda_conv.nn")
-    from pycuda_conv.nn import pooling
-
-    calls, genuine = [], pooling.max_pool
-    monkeypatch.setattr(pooling, "max_pool", lambda x, *windows: (calls.append(windows), genuine(x, *windows))[1])
-    for ceil_mode in (False, True):
-        theirs, x = torch.nn.Sequential(torch.nn.MaxPool2d((3, 2), 2, 1, ceil_mode=ceil_mode), torch.nn.MaxPool2d(2)), torch.randn(1, 2, 9, 8)
-        ours = nn.compile(copy.deepcopy(theirs), "light")
-        assert torch.equal(ours(x), theirs(x)) and calls == [((3, 2), 2, 1, 1, ceil_mode), (2, 2, 0, 1, False)]
-        calls.clear()
-        given = [x.clone().requires_grad_() for _ in range(2)]
-        for one, images in zip((ours, theirs), given, strict=True):
-            one(images).square().sum().backward()
-        assert torch.equal(given[0].grad, given[1].grad) and len(calls) == 2
-        calls.clear()
-    assert len(theirs(x)) == len(nn.compile(torch.nn.Sequential(torch.nn.MaxPool2d(2, return_indices=True)), "light")(x)[0]) and not calls
+_MAX, _MEAN = torch.nn.MaxPool2d, torch.nn.AvgPool2d
 
 
-def test_a_graph_calls_ours_for_means_in_light_mode(monkeypatch):
-    nn = pytest.importorskip("pycuda_conv.nn")
-    from pycuda_conv.nn import pooling
-
-    calls, genuine = [], pooling.mean_pool
-    monkeypatch.setattr(pooling, "mean_pool", lambda x, *windows: (calls.append(windows), genuine(x, *windows))[1])
-    options = {"ceil_mode": True, "count_include_pad": False}, {"divisor_override": 3}
-    theirs, x = torch.nn.Sequential(torch.nn.AvgPool2d(3, 2, 1, **options[0]), torch.nn.AvgPool2d((2, 1), **options[1])), torch.randn(1, 2, 9, 8)
-    ours = nn.compile(copy.deepcopy(theirs), "light")
-    given = [x.clone().requires_grad_() for _ in range(2)]
-    for one, images in zip((ours, theirs), given, strict=True):
-        one(images).square().sum().backward()
-    assert torch.equal(ours(x), theirs(x)) and torch.equal(given[0].grad, given[1].grad)
-    assert calls == 2 * [(3, 2, 1, True, False, None), ((2, 1), (2, 1), 0, False, True, 3)]
+@pytest.mark.parametrize(("name", "layers", "windows"), [
+    ("max_pool", (_MAX((3, 2), 2, 1), _MAX(2)), [((3, 2), 2, 1, 1, False), (2, 2, 0, 1, False)]),
+    ("max_pool", (_MAX((3, 2), 2, 1, ceil_mode=True), _MAX(2)), [((3, 2), 2, 1, 1, True), (2, 2, 0, 1, False)]),
+    ("mean_pool", (_MEAN(3, 2, 1, ceil_mode=True, count_include_pad=False), _MEAN((2, 1), divisor_override=3)), [(3, 2, 1, True, False, None), ((2, 1), (2, 1), 0, False, True, 3)]),
+    ("max_pool", (_MAX(2, return_indices=True),), []),
+])  # fmt: skip
+def test_a_graph_in_light_mode_calls_ours(monkeypatch, name, layers, windows):
+    calls, genuine = [], getattr(pooling, name)
+    monkeypatch.setattr(pooling, name, lambda x, *windows: (calls.append(windows), genuine(x, *windows))[1])
+    plain, x = torch.nn.Sequential(*layers), torch.randn(1, 2, 9, 8)
+    compiled = nn.compile(copy.deepcopy(plain), "light")
+    given, made = [x.clone().requires_grad_() for _ in range(2)], []
+    for one, images in zip((compiled, plain), given, strict=True):
+        made.append(one(images) if windows else one(images)[0])
+        made[-1].square().sum().backward()
+    assert torch.equal(compiled(x) if windows else compiled(x)[0], made[1]) and torch.equal(*made) and torch.equal(given[0].grad, given[1].grad)
+    assert calls == 2 * windows
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("pool", MEANS, ids=str)
-def test_means_on_a_gpu(pool):
-    from pycuda_conv.nn import pooling
-
-    options = pool.taps, pool.stride, pool.padding, pool.beyond, pool.counted, pool.divisor or None
-    x, dy = (a.cuda().to(getattr(torch, pool.dtype)).contiguous(memory_format=torch.channels_last) for a in operands(pool))
-    found = []
-    # against the CPU: torch's gradient of padded means with the channels last, on a GPU, leaves the padding out of account (2.11)
-    for function, x_, dy_ in ((pooling.mean_pool, x, dy), (torch.nn.functional.avg_pool2d, x.cpu().float(), dy.cpu().float())):
-        given = x_.clone().requires_grad_()
-        y = function(given, *options)
-        found.append((y.detach(), *torch.autograd.grad(y, given, dy_)))
-    assert found[0][0].is_contiguous(memory_format=torch.channels_last) and torch.equal(pooling.mean_pool(x, *options), found[0][0])
-    for mine, other in zip(*found, strict=True):
-        torch.testing.assert_close(mine.cpu(), other.to(mine.dtype))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("special", [False, True])
-@pytest.mark.parametrize("pool", POOLS, ids=str)
+@pytest.mark.parametrize(("pool", "special"), [*((pool, special) for pool in POOLS for special in (False, True)), *((pool, False) for pool in MEANS)], ids=str)
 def test_on_a_gpu(pool, special):
-    from pycuda_conv.nn import pooling
-
-    x = operands(pool, special)[0].cuda().to(getattr(torch, pool.dtype))
-    x = x.contiguous(memory_format=torch.channels_last if pool.layout == "NHWC" else torch.contiguous_format)
-    with torch.no_grad():
-        alone = pooling.max_pool(x, pool.taps, pool.stride, pool.padding, pool.dilation, pool.beyond)
-    assert torch.equal(alone.nan_to_num(7), theirs(pool, x).nan_to_num(7))
-    if pool.beyond:
-        return
-    module = torch.nn.MaxPool2d(pool.taps, pool.stride, pool.padding, pool.dilation)
+    """Against the CPU: torch's gradient of padded means with the channels last, on a GPU, leaves the padding out of account (2.11)."""
     form = torch.channels_last if pool.layout == "NHWC" else torch.contiguous_format
     x, dy = (a.cuda().to(getattr(torch, pool.dtype)).contiguous(memory_format=form) for a in operands(pool, special))
     found = []
-    for function in (lambda x: pooling.max_pool(x, pool.taps, pool.stride, pool.padding, pool.dilation), module):
-        given = x.clone().requires_grad_()
-        y = function(given)
-        found.append((y.detach(), *torch.autograd.grad(y, given, dy)))
+    for function, x_, dy_ in ((ours, x, dy), (theirs, x.cpu().float(), dy.cpu().float())):
+        given = x_.clone().requires_grad_()
+        y = function(pool, given)
+        found.append((y.detach(), *torch.autograd.grad(y, given, dy_)))
+    with torch.no_grad():
+        assert torch.equal(ours(pool, x).nan_to_num(7), found[0][0].nan_to_num(7))
     assert found[0][0].is_contiguous(memory_format=form)
     for mine, other in zip(*found, strict=True):
-        assert torch.equal(mine.nan_to_num(7), other.nan_to_num(7))
+        torch.testing.assert_close(mine.cpu(), other.to(mine.dtype), equal_nan=True)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", [torch.channels_last, torch.contiguous_format], ids=str)
 def test_a_model_keeps_less_on_a_gpu(monkeypatch, form):
-    from pycuda_conv import nn
-
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
     base = model().cuda().to(memory_format=form).train()
@@ -238,7 +203,7 @@ assert "bfloat16" in DTYPES  # numpy's name for it
 @pytest.mark.parametrize("options", [(3, 2, 1), ((3, 2), (1, 3), (1, 0), (2, 1)), (2,)], ids=str)
 def test_maxima_of_compiled_training(options, last):
     """By operators under AOTAutograd: values and gradients are torch's; layers that the kernels do not take stay torch's."""
-    from pycuda_conv.nn import compiler, pooling
+    from pycuda_conv.nn import compiler
 
     form = torch.channels_last if last else torch.contiguous_format
     for channels, dtype in ((16, torch.bfloat16), (12, torch.float32), (5, torch.float16)):

@@ -92,7 +92,7 @@ def test_gradients_of_huge_numbers(activation):
     assert np.allclose(dy.astype("f")[0, finite.numpy(), 0], wanted[finite].numpy(), atol=4e-3)
 
 
-@pytest.mark.parametrize("k", [1152, 960, 320, 144, 24])
+@pytest.mark.parametrize("k", [1152, 320, 24])
 @pytest.mark.parametrize("maker, options, each", [
     (batch_norm.forward, ("silu",), 6), (batch_norm.backward, ("relu", True), 6), (batch_norm.backward, ("silu", True), 5), (batch_norm.statistics, (1e-5, 0.1), 5),
 ])  # fmt: skip

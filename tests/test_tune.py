@@ -180,11 +180,6 @@ def test_older_tables_are_read_and_what_they_lack_has_defaults(config, now):
     assert tune._parsed(tune._text(read)) == read
 
 
-def test_every_field_of_a_configuration_has_a_default():
-    for cls in engines.config_classes().values():
-        assert tune._parsed(entry(config=f'{{"{cls.__name__}": {{}}}}')) == {(GPU, "p"): Choice(cls(), 1.5)}
-
-
 @pytest.mark.parametrize("obstacle", ["the folder is a file", "the table is a folder", "no locks"])
 def test_what_cannot_be_written_is_kept_in_memory_with_a_warning(folder, monkeypatch, obstacle):
     cache = folder / "cache"
@@ -242,14 +237,6 @@ def test_an_interrupted_write_leaves_the_old_table_alone(folder, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         table.add(GPU, "q", Choice(ODD, 1))
     assert table.path.read_bytes() == before and not list(folder.glob(".tuned-*"))
-
-
-def test_a_link_to_a_table_stays_one(folder):
-    write(folder / "real.json", {})
-    (folder / "link.json").symlink_to(folder / "real.json")
-    Table(folder / "link.json", shared=False).add(GPU, "p", Choice(ODD, 1))
-    assert (folder / "link.json").is_symlink() and Table(folder / "real.json").get(GPU, "p") == Choice(ODD, 1)
-    assert sorted(p.name for p in folder.iterdir()) == ["link.json", "real.json"]  # nobody else writes: no lock
 
 
 def test_processes_that_add_at_the_same_time_keep_each_other_s_choices(python_env, folder):
@@ -372,15 +359,6 @@ def test_plans_and_calls_follow_the_table_and_a_given_configuration_comes_first(
     assert np.array_equal(pc.conv2d(*arrays, padding=1, device="opencl"), CASE.reference(*arrays))
 
 
-def test_a_lookup_reads_the_file_once(folder, monkeypatch):
-    write(folder / "cache" / "tuned.json", {(GPU, tune.key(PROBLEM)): Choice(ODD, 2)})
-    read, calls = Table.read, []
-    monkeypatch.setattr(Table, "read", lambda self: calls.append(self.path) or read(self))
-    for _ in range(5):
-        assert tune.lookup(PROBLEM, fake())
-    assert calls == [folder / "cache" / "tuned.json"]
-
-
 # ---- measuring
 
 
@@ -438,12 +416,6 @@ def test_a_problem_for_which_there_is_no_room_stays_untuned(monkeypatch):
         assert tune.tuned(PROBLEM, fake()) is None
 
 
-def test_a_problem_without_work_is_not_measured(measured):
-    for shape in ((0, 3, 6, 7), (2, 0, 6, 7)):
-        assert tune.tuned(ConvProblem.forward(2, shape, (5, shape[1], 3, 2)), fake()) is None
-    assert not measured
-
-
 def test_on_opencl_nothing_is_measured(measured, folder, opencl):
     arrays = CASE.integers("float32")
     plan = Plan(PROBLEM, "opencl", tune=True)
@@ -465,13 +437,6 @@ def test_every_function_takes_tune(device, name, monkeypatch):
     assert asked == [ndim]
     with pytest.raises(TypeError, match="tune must be True or False, got 1"):
         function(x, w, tune=1, device=device)
-
-
-def test_the_streams_of_batches_take_tune(device, monkeypatch):
-    asked = []
-    monkeypatch.setattr("pycuda_conv.plan.tuned", lambda *args: asked.append(1))
-    list(pc.conv1d_many([np.ones((1, 1, 3), "f")] * 3, np.ones((1, 1, 2), "f"), tune=True, device=device, ahead=1))
-    assert asked
 
 
 def test_a_given_configuration_is_not_tuned():
@@ -570,11 +535,6 @@ def test_on_a_gpu_the_models_are_quoted_and_the_launches_measured():
     for line, step in zip(lines[head + 1 :], steps, strict=True):
         assert line.split() == [step.kernel, shown_file(step.file or step.kernel), f"{step.grid:,}", str(step.block), "168", "0", "200,000", "19%"]
     assert max(map(len, lines)) <= 140
-
-
-def test_without_a_model_the_others_predictions_are_quoted():
-    text = explain.explain(imagined(ConvProblem.forward(2, (1, 1, 20, 20), (1, 1, 3, 9))), False)
-    assert re.search(r"because +a rule of the direct engine's, without a prediction; the models say .* us for the best Gemm", text)
 
 
 def test_a_tuned_plan_shows_both_times():
