@@ -77,7 +77,7 @@ def misfit(rows: Sequence[Timed]) -> float:
         common = TOGETHER * max(-0.4, min(0.4, mean)) ** 2
         total += math.fsum(weight * (max(-FAR, min(FAR, log - mean)) ** 2 + common) for log, weight in logs)
         weights += weight_of_all
-    return total / weights
+    return total / weights if weights else 0.0  # no timing is near its problem's best
 
 
 def leaves(section: costs.Costs, fixed: Sequence[str]) -> Iterator[Leaf]:
