@@ -466,6 +466,37 @@ def test_rims_of_a_convolution_among_zeros(device, seed):
     np.testing.assert_array_equal(plan(x, w, *((bias,) if finish else ()), residual=residual if finish else None).astype(np.float64), expected)
 
 
+@pytest.mark.parametrize("seed", range(22))
+def test_tiles_of_depthwise_gradients_add_what_the_border_shows(device, seed):
+    """Images of one tile and of several, whose last is low or narrow, sides that differ, strides, dilations, fixed sizes of filters, a residual; what wraps."""
+    rng = np.random.default_rng(1100 + seed)
+    ndim, tile = (2, 2, 1)[seed % 3], (engines.Tile(8, 16, 2), engines.Tile(14, 32, 7), engines.Tile(4, 32, 1), engines.Tile(1, 64, 1))[seed % 4]
+    while True:
+        c, taps = int(rng.integers(1, 4)), [int(n) for n in (rng.integers(1, 8, ndim) if seed % 2 else [rng.choice([3, 5, 7])] * ndim)]
+        stride, dilation = (1, 1) if seed % 4 < 2 else (int(rng.choice([1, 2])), int(rng.integers(1, 3)))
+        size = [int(n) for n in rng.integers(3, 34, ndim)]
+        pads = tuple((int(rng.integers(0, d + 1)), int(rng.integers(0, d // 2 + 1))) for d in (dilation * (n - 1) for n in taps))
+        modes = tuple((str(a), str(b)) for a, b in rng.choice(["zeros", "replicate", "reflect", "symmetric"], (ndim, 2)))
+        if seed > 15:
+            pads = tuple((dilation * (n - 1) - n // 2, n // 2) for n in taps)
+            modes = tuple((word, word) for word in map(str, rng.choice(["circular", "zeros"], ndim)))
+        if any(n + sum(pair) <= dilation * (t - 1) for n, pair, t in zip(size, pads, taps, strict=True)):
+            continue
+        x_shape, w_shape, dtype = (2, c, *size), (c, 1, *taps), str(rng.choice(["float32", "float64", "float16"]))
+        given = {"padding": pads, "padding_mode": modes, "dtype": dtype, "stride": stride, "dilation": dilation, "groups": c}
+        y_shape = ConvProblem.forward(ndim, x_shape, w_shape, **given).result_shape
+        problem = ConvProblem.gradient("input", ndim, x_shape, w_shape, y_shape, residual_shape=x_shape if seed % 5 == 0 else None, **given)
+        if problem.border is not None and engines.refusal(problem, tile, get_device(device)) is None:
+            break
+    w, dy, residual = (rng.integers(-2, 3, shape).astype(dtype) for shape in (w_shape, y_shape, x_shape))
+    drawn, options = Drawn(0), {"stride": stride, "dilation": dilation, "groups": c}
+    drawn.ndim, drawn.pads, drawn.modes, drawn.value, drawn.options = ndim, pads, modes, 0.0, options
+    expected, _ = drawn.by_torch(np.zeros(x_shape), w.astype(np.float64), dy.astype(np.float64))
+    expected = expected + residual if problem.has_residual else expected
+    plan = Plan(problem, device, config=tile)
+    np.testing.assert_array_equal(plan(dy, w, residual=residual if problem.has_residual else None).astype(np.float64), expected)
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_gradients_of_depthwise_layers_add_the_border(device, seed):
     """Both layouts, strides, dilations, several filters a channel, more planes than a thread has, paddings that take many summands."""

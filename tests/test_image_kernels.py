@@ -117,7 +117,8 @@ def test_sums_of_filters_are_one_launch(simulated):
     assert [kernel for kernel, *_ in simulated[2:]] == ["separable", "separable"]
 
 
-#: Filters of several blocks and steps; then short ones of rows whose length is a multiple of four, and some along one axis of such, and the kernels that are launched:
+#: Filters of several blocks and steps; then short ones of rows whose length is a multiple of four, and some along one axis of such, and the
+#: kernels that are launched:
 #: filters wider than images, all borders, NaN and Inf beside.
 FILTERS = (
     ("gaussian_filter", (150, 300), "float32", {"sigma": 3.0}, None),
@@ -237,7 +238,8 @@ def test_host_arrays_go_in_bands(monkeypatch, pinned, border):
     monkeypatch.setattr(staged, "LEAST_BAND", 3000)
     monkeypatch.setattr(staged, "space_of", lambda kind: gpu)
     copies = SimpleNamespace(
-        to_device=lambda to, array, stream: moved(to, place(array), array.nbytes), to_host=lambda array, at, stream: moved(place(array), at, array.nbytes)
+        to_device=lambda to, array, stream: moved(to, place(array), array.nbytes),
+        to_host=lambda array, at, stream: moved(place(array), at, array.nbytes)
     )
     monkeypatch.setattr(staged, "copies", copies)
     on_cpu = launches.Bench(space_of(kind_of("x", x)), get_device("opencl"))

@@ -311,7 +311,7 @@ OF_FEW = "upsampled", "sum_taps", "rims", "rims_filter"
 def test_on_opencl_the_problems_need_nearly_every_text(opencl):
     """All but those of borders, of integers as they lie and of upsampling, which `warm` compiles for nobody beforehand."""
     usual = [(family.file, defines) for family in kernels.families("opencl") if family.file not in OF_FEW for defines in family]
-    seldom = "INDEX_64", "BORDERED", "IN_BYTES"
+    seldom = "INDEX_64", "BORDERED", "SHOWN", "IN_BYTES"
     texts = {source_of(file, defines) for file, defines in usual if not any(defines.get(name) for name in seldom)}
     found = {launch.source() for problem, with_moments in warm.every_kind() for launch in warm.launches_of(problem, opencl, with_moments=with_moments)}
     found |= {launch.source() for launch in warm.of_images(opencl)}

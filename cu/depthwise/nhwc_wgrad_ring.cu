@@ -107,20 +107,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
     for (int j = 0; j < COPIES; ++j) column[j] = near_pixel(w0 + pixel + j * 4, w_end, arg.side_w, arg.last_side_w) * k;
     const data_t* const image = x + ((long long)unit.image * h_end * x_row + copied);
+    const data_t* in_place = image + (long long)h0 * x_row;  // the row that nearly always stands in its place
     const int h_last = unit.rows > 0 ? h0 + (unit.rows - 1) * STRIDE + TAPS : h0;
-    auto row_shown = [&](int i) {  // a row of x, nearly always the one in its place
-      int h = h0 + i < h_last ? h0 + i : -1;
-      if ((unsigned)(h0 + i) >= (unsigned)h_end && h0 + i < h_last) h = near_pixel(h0 + i, h_end, arg.side_h, arg.last_side_h);
-      return h;
-    };
 #endif
     auto copy = [&](int i, bool of_y, uint32_t to) {  // row i of x and, if its first tap is met, of y
 #if BORDERED
-      const int row = real ? row_shown(i) : -1;
-      const data_t* const line = image + (long long)row * x_row;
+      bool row_of_x = real && h0 + i < h_last;
+      const data_t* line = in_place;
+      if ((unsigned)(h0 + i) >= (unsigned)h_end) {
+        const int row = near_pixel(h0 + i, h_end, arg.side_h, arg.last_side_h);
+        row_of_x = row_of_x && row >= 0;
+        line = image + (long long)row * x_row;
+      }
+      in_place += x_row;
 #pragma unroll
       for (int j = 0; j < COPIES; ++j)
-        if (j * 4 + 3 < COLUMNS || j * 4 + pixel < COLUMNS) copy_or_zero_by_lines(to + j * 4 * PIXEL, line + column[j], (row | column[j]) >= 0);
+        if (j * 4 + 3 < COLUMNS || j * 4 + pixel < COLUMNS) copy_or_zero_by_lines(to + j * 4 * PIXEL, line + column[j], row_of_x && column[j] >= 0);
 #else
       const bool row_of_x = real && h0 + i >= 0 && h0 + i < h_stop;
 #pragma unroll
@@ -154,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
           for (int j = 0; j < TILE_Q; ++j) unpack(grad[turn / STRIDE][j], row[(COLUMNS + j) * 32]);
 #if BORDERED
-        if (row_shown(i) < 0) continue;  // zeros
+        if (h0 + i >= h_last) continue;
 #else
         if (h0 + i < 0 || h0 + i >= h_stop) continue;  // zeros
 #endif

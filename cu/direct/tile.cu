@@ -13,6 +13,8 @@
 //          tile that several of these pixels need is loaded from shared memory once.
 // Border   A block whose window lies inside of x checks nothing. Others fill with zeros, or, if x has a border of its own pixels, find the pixel that
 //          stands there: only for the places outside of x.
+//          SHOWN texts are of a gradient by an image with a border: y's pixels in the rims get what the places outside that show them get. These
+//          places' windows lie in the tile, too.
 // Types    x and y may be of integers of IN_BYTES and OUT_BYTES, which are converted as they are loaded and stored.
 // Memory   shared (LOCAL_ROOM): the filter, R*S, and the tile, HALO_H x HALO_W, where HALO_H = (TILE_P-1)*STRIDE_H + (R-1)*DIL_H + 1.
 //          All global loads of a block are issued before its one barrier: the kernel waits for memory once.
@@ -28,6 +30,9 @@
 #endif
 #ifndef IN_BYTES
 #define IN_BYTES 0   // of an integer of x; 0: data_t
+#endif
+#ifndef SHOWN
+#define SHOWN 0      // whether y's pixels are shown by a border
 #endif
 #ifndef OUT_BYTES
 #define OUT_BYTES 0  // of an integer of y
@@ -47,6 +52,8 @@ typedef struct TileArguments {
   long_t bias_h, period_h, by_period_h, high_h, sign_h, fills_h, bias_w, period_w, by_period_w, high_w, sign_w, fills_w;  // border.cuh
   long_t has_scale, has_bias, has_residual, activation, slope;    // the epilogue; slope: an acc_t's bits
   long_t in_shift, least, most;                     // of integers: by what a word is shifted to give the sign of x; what y holds
+  long_t before_h, before_w, after_h, after_w, side_h, side_w, last_side_h, last_side_w;  // with SHOWN: the border, and what shows (near_border.cuh)
+  long_t first_h, firsts_h, last_h, lasts_h, first_w, firsts_w, last_w, lasts_w;            // pixels that it shows: `firsts` from `first` on, `lasts` from `last`
 } TileArguments;
 
 #if IN_BYTES == 1
@@ -108,6 +115,14 @@ typedef data_t out_t;
 #define UNROLL_TAPS
 #endif
 
+#if SHOWN
+#include "core/near_border.cuh"
+// Of a run of `count` pixels from `first` on, where it begins in a tile of `size` pixels from `origin` on, and how many of it lie there.
+WITHIN_KERNEL int in_tile(int at, int origin, int size) { return at < origin ? 0 : at - origin < size ? at - origin : size; }
+#define RUN(begin, many, first, count, origin, size) \
+  const int begin = in_tile((int)(first), origin, size), many = in_tile((int)(first) + (int)(count), origin, size) - begin;
+#define WITHIN(i, begin, many) ((unsigned)((i) - (begin)) < (unsigned)(many))
+#endif
 #define EDGES 2  // places outside of x that a thread loads first
 #define AT_MOST(a, b) ((a) < (b) ? (a) : (b))
 #define AT_LEAST_0(a) ((a) > 0 ? (a) : 0)
@@ -235,6 +250,40 @@ KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void direct_tile(const GLOBAL_MEM in_t* R
     for (int i = 0; i < ROWS; ++i) sum[i] += part[i];
 #endif
   }
+
+#if SHOWN
+  RUN(above, many_above, arg.first_h, arg.firsts_h, tile_p, TILE_P)
+  RUN(below, many_below, arg.last_h, arg.lasts_h, tile_p, TILE_P)
+  RUN(left, many_left, arg.first_w, arg.firsts_w, tile_q, TILE_Q)
+  RUN(right, many_right, arg.last_w, arg.lasts_w, tile_q, TILE_Q)
+#define IN_ROWS(row) (WITHIN(row, above, many_above) || WITHIN(row, below, many_below))
+#define IN_COLUMNS(col) (WITHIN(col, left, many_left) || WITHIN(col, right, many_right))
+  const int shown = filter + R * S, of_rows = (many_above + many_below) * TILE_Q, all = of_rows + (many_left + many_right) * TILE_P;
+  for (int i = LID_0; i < all; i += THREADS) {  // whole rows, then columns
+    int row = i < of_rows ? i / TILE_Q : (i - of_rows) % TILE_P, col = i < of_rows ? i % TILE_Q : (i - of_rows) / TILE_P;
+    if (i < of_rows) row = row < many_above ? above + row : below + row - many_above;
+    else col = col < many_left ? left + col : right + col - many_left;
+    if (i >= of_rows && IN_ROWS(row)) continue;
+    const Shown of_h = shown_of(tile_p + row, p_end, (int)arg.before_h, (int)arg.after_h, arg.side_h, arg.last_side_h);
+    const Shown of_w = shown_of(tile_q + col, q_end, (int)arg.before_w, (int)arg.after_w, arg.side_w, arg.last_side_w);
+    acc_t v = 0;
+    for (int a = 0; a < of_h.count; ++a)
+      for (int b = a ? 0 : 1; b < of_w.count; ++b) {
+        const int down = shown_place(of_h, a) - (int)arg.before_h - tile_p, across = shown_place(of_w, b) - (int)arg.before_w - tile_q;
+        UNROLL_TAPS
+        for (int r = 0; r < R; ++r)
+          UNROLL_TAPS
+          for (int s = 0; s < S; ++s) {
+            const int h = down + r * DIL_H, w = across + s * DIL_W;
+            if ((unsigned)h < (unsigned)(HALO_H) && (unsigned)w < (unsigned)(HALO_W)) v += tile[h * HALO_W + w] * tile[filter + r * S + s];
+          }
+      }
+    tile[shown + row * TILE_Q + col] = v;
+  }
+  local_barrier();
+  for (int i = 0; i < ROWS; ++i)
+    if (IN_ROWS(ty + i) || IN_COLUMNS(tx)) sum[i] += tile[shown + (ty + i) * TILE_Q + tx];
+#endif
 
   EPILOGUE_FLAGS
   const acc_t times = SCALE_OF(k), plus = BIAS_OF(k);

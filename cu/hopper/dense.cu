@@ -28,8 +28,8 @@
 //          the sum of squared deviations from it.
 // Phases   dgrad with a stride is a set of phases: stride-1 convolutions with some of the taps, each of which writes every out_h-th
 //          row and out_w-th column. A launch takes PHASES of them, one after the other, those with most taps first, and the repeats of each (repeats.cuh).
-// Border   of an image's own pixels: the interior of y is one launch, and the phases of a BORDERED one are single rows and columns at its sides. Their taps
-//          have the offsets of the pixels that the border shows. In dgrad rows that the border shows have the taps of all places that show them.
+// Border   of an image's own pixels: the phases of a BORDERED launch are the interior of y, and single rows and columns at its sides. Their taps have the
+//          offsets of the pixels that the border shows. In dgrad rows that the border shows have the taps of all places that show them.
 //
 // Segments SEGMENTS = 2: behind the stages of x and w come those of another array and its filter, each with maps and taps of its own: the convolution
 //          of two arrays that lie apart, as if their channels were joined; or a 1x1 of one beside a 3x3 of the other.
@@ -42,7 +42,7 @@
 #define TYPE 17      // of the arrays: 32 float, 16 half, 17 bfloat16
 #define W_MN_MAJOR 0
 #define CLUSTER 1      // blocks that share a tile
-#define PHASES 1     // of a launch: 1 or 4
+#define PHASES 1     // of a launch: 1 or 4; if BORDERED, 9 or 25
 #endif
 #ifndef BORDERED
 #define BORDERED 0   // taps have numbers and offsets of their own
@@ -51,7 +51,7 @@
 
 // A phase of the launch. by_n is the divisor n, prepared (division.cuh).
 struct DensePhase : LoadedPixels, WrittenPixels, WalkedTaps, Finishing {
-  long long tiles, tiles_n, by_tiles_n;                       // all tiles; those along channels
+  long long tiles, tiles_n, by_tiles_n;                       // all tiles, those of earlier phases among them; tiles along channels
   long long blocks, part;                                     // stages of a sum, and of one of CLUSTER parts
   long long last_steps;                                       // wgmma steps of a tap's last stage
   long long rows, by_rows;                                    // output channels

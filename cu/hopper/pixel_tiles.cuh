@@ -2,7 +2,8 @@
 // The two kernels differ in how x reaches shared memory.
 //
 // A kernel defines before it includes this: BLOCK_M, BLOCK_N, STAGES, TYPE and CLUSTER; W_MN_MAJOR, PHASES and EMIT_MOMENTS, unless they are as here; and
-// Phase, its arguments of a phase. Of these the code here reads tiles, blocks, part, rows, pixels, the offsets of y's pixels, and the epilogue's.
+// Phase, its arguments of a phase. Of these the code here reads tiles (those of earlier phases among them), blocks, part, rows, pixels, the offsets
+// of y's pixels, and the epilogue's.
 #pragma once
 #ifndef PHASES
 #define W_MN_MAJOR 0
@@ -44,19 +45,17 @@ struct Shapes {
 
 DEVICE int first_tile() { return blockIdx.x / CLUSTER; }
 DEVICE int next_tile(int tile) { return tile + gridDim.x / CLUSTER; }
-DEVICE int all_tiles(const Shapes& shapes) {
-  int tiles = 0;
-#pragma unroll
-  for (int phase = 0; phase < PHASES; ++phase) tiles += (int)shapes.of[phase].tiles;
-  return tiles;
-}
+DEVICE int all_tiles(const Shapes& shapes) { return (int)shapes.of[PHASES - 1].tiles; }
 
 // A tile: its phase, the repeat of the phase, its first pixel, and its first channel.
 struct Tile {
   int phase = 0, repeat = 0, pixel, channel;
   DEVICE Tile(const Shapes& shapes, int tile) {
-    while (PHASES > 1 && tile >= (int)shapes.of[phase].tiles) tile -= (int)shapes.of[phase++].tiles;
 #if PHASES > 1
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2)  // the first phase that ends behind the tile
+      if (step < PHASES && phase + step < PHASES && tile >= (int)shapes.of[phase + step - 1].tiles) phase += step;
+    if (phase > 0) tile -= (int)shapes.of[phase - 1].tiles;
     const Divided turn(tile, shapes.repeats.turns, shapes.repeats.by_turns);
     tile = turn.quotient;
     repeat = turn.rest;

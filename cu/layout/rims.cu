@@ -9,6 +9,7 @@
 // Mapping  thread -> a result of the rims (rims.cuh), in ITEMS planes; with channels last VECTOR neighbouring channels in ITEMS images. VECTOR is 1 but where
 //          each channel is a group.
 // Memory   no shared memory: neighbours read neighbouring rows of x, which are in the caches mostly.
+// Order    with the launch before, which computes all results: this one's blocks may begin before that has ended, and wait for it before they store.
 // Sums     a gradient's places from its own on, in the order of near_border.cuh; then taps, then channels: always in the same order.
 //
 // By hand: nvcc -cubin -I cu cu/layout/rims.cu
@@ -24,7 +25,12 @@
 #ifndef VECTOR
 #define VECTOR 1
 #endif
-#define ITEMS (VECTOR > 1 ? 4 : 8)
+#ifndef ITEMS
+#define ITEMS 8
+#endif
+#ifndef ALONE
+#define ALONE 0  // whether each channel is a group
+#endif
 #if VECTOR == 8
 #define LOAD_CHANNELS LOAD_VEC8
 #define STORE_CHANNELS STORE_VEC8
@@ -39,7 +45,7 @@
 KERNEL LAUNCH_BOUNDS(THREADS, 2) void border_rims(
     const GLOBAL_MEM data_t* RESTRICT x, const GLOBAL_MEM data_t* RESTRICT w, const GLOBAL_MEM data_t* RESTRICT bias, const GLOBAL_MEM data_t* RESTRICT scale,
     const GLOBAL_MEM data_t* RESTRICT residual, GLOBAL_MEM data_t* RESTRICT y, const RimsArguments arg) {
-  AFTER_LAST_LAUNCH
+  READS_EARLIER
   const index_t number = (index_t)GID_0 * THREADS + LID_0;
   if (number >= (index_t)arg.size) return;
   const index_t at = DIVIDED(number, arg.chunks, arg.by_chunks), block = DIVIDED(at, arg.rims, arg.by_rims);
@@ -80,24 +86,29 @@ KERNEL LAUNCH_BOUNDS(THREADS, 2) void border_rims(
   }
   EACH_TAP(a, of_d, t_, t, d_, d)
   EACH_TAP(b, of_h, r_, r, h_, h)
-  EACH_TAP(c, of_w, s_, s, w_, w)
-  if (GRADIENT != ADDS || (a | b | c)) {
-    const index_t place = ((d_ * (index_t)arg.x_h + h_) * (index_t)arg.x_w + w_) * (index_t)arg.x_pixel;
-    const index_t tap = ((t_ * (index_t)arg.r + r_) * (index_t)arg.s + s_) * (index_t)arg.w_tap;
-    for (int k = 0; k < (int)arg.read; ++k) {
-      acc_t v[ITEMS][VECTOR], taps[ITEMS][VECTOR];
+  for (int c = GRADIENT == ADDS && !(a | b) ? 1 : 0; c < of_w.count; ++c) {
+#pragma unroll 4
+    for (int s_ = 0; s_ < (int)arg.s; ++s_) {  // without branches, so that no load waits for another
+      const int w_ = MET(of_w, c, s_, w), there = w_ >= 0;
+      const index_t place = ((d_ * (index_t)arg.x_h + h_) * (index_t)arg.x_w + (there ? w_ : 0)) * (index_t)arg.x_pixel;
+      const index_t tap = ((t_ * (index_t)arg.r + r_) * (index_t)arg.s + s_) * (index_t)arg.w_tap;
+#pragma unroll 4
+      for (int k = 0; k < (ALONE ? 1 : (int)arg.read); ++k) {
+        acc_t v[ITEMS][VECTOR], taps[ITEMS][VECTOR];
 #pragma unroll
-      for (int i = 0; i < ITEMS; ++i) LOAD_CHANNELS(v[i], x, from[i] + place + k * (index_t)arg.x_channel)
+        for (int i = 0; i < ITEMS; ++i) LOAD_CHANNELS(v[i], x, from[i] + place + k * (index_t)arg.x_channel)
 #pragma unroll
-      for (int i = 0; i < (NHWC ? 1 : ITEMS); ++i)
+        for (int i = 0; i < (NHWC ? 1 : ITEMS); ++i)
 #pragma unroll
-        for (int j = 0; j < VECTOR; ++j) taps[i][j] = LOAD(w, filter[i] + tap + k * (index_t)arg.w_read + j * (index_t)(GRADIENT ? arg.w_read : arg.w_made));
+          for (int j = 0; j < VECTOR; ++j) taps[i][j] = LOAD(w, filter[i] + tap + k * (index_t)arg.w_read + j * (index_t)(GRADIENT ? arg.w_read : arg.w_made));
 #pragma unroll
-      for (int i = 0; i < ITEMS; ++i)
+        for (int i = 0; i < ITEMS; ++i)
 #pragma unroll
-        for (int j = 0; j < VECTOR; ++j) sum[i][j] += v[i][j] * taps[NHWC ? 0 : i][j];
+          for (int j = 0; j < VECTOR; ++j) sum[i][j] += there ? v[i][j] * taps[NHWC ? 0 : i][j] : 0;
+      }
     }
   }
+  AFTER_LAST_LAUNCH
   EPILOGUE_FLAGS
 #pragma unroll
   for (int i = 0; i < ITEMS; ++i)

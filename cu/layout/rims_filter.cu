@@ -45,7 +45,7 @@ typedef struct RimsFilterArguments {
 
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void border_rims_filter(
     const GLOBAL_MEM data_t* RESTRICT x, const GLOBAL_MEM data_t* RESTRICT dy, GLOBAL_MEM data_t* RESTRICT dw, const RimsFilterArguments arg) {
-  AFTER_LAST_LAUNCH
+  READS_EARLIER
   LOCAL_MEM acc_t sums[THREADS];
   const int taps = (int)arg.r * (int)arg.s, block = (int)GID_0, at = divided(block, arg.by_blocks_k);
   const int c = divided(at, arg.by_taps), tap = at - c * taps;
@@ -95,6 +95,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void border_rims_filter(
     if (LID_0 < more * LANES) sums[LID_0] += sums[LID_0 + more * LANES];
     local_barrier();
   }
+  AFTER_LAST_LAUNCH
   if (LID_0 < LANES && k < (int)arg.k && of_image > 0) {
     const index_t to = k * (index_t)arg.dw_k + c * (index_t)arg.dw_c + tap * (index_t)arg.dw_tap;
     STORE(dw, to, LOAD(dw, to) + sums[LID_0]);

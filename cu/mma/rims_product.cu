@@ -8,8 +8,10 @@
 // Mapping  block -> 64 results x 64 channels. Results come region by region; in a region by their place in the rims, then by image, so that those of a
 //          block mostly have the same places and taps: it goes through all, and skips those by which none of its results meets x.
 //          warp -> 32 results x 16 channels.
-// Memory   shared: 128 bytes of channels of x for each result, and of w for each channel of y, 16 bytes apart for ldmatrix; and for each place and tap
-//          which pixel of x each result meets. The next channels are on their way to registers during a product.
+// Memory   shared: STAGES stages of 128 bytes of channels of x for each result, and of w for each channel of y, 16 bytes apart for ldmatrix; and for each
+//          place and tap which pixel of x each result meets. Later stages are on their way during a product: where 16 bytes of channels are neighbours
+//          by asynchronous copies, else the next stage by registers.
+// Order    with the launch before, which computes all results: this one's blocks may begin before that has ended, and wait for it before they store.
 // Sums     PRODUCTS = 3: float32 numbers are split into two TF32 numbers, and three of their products added. After 128 bytes of channels the sum is added to
 //          a float32 sum, because the tensor core truncates its own. What is not finite is summed once more in plain float32.
 //
@@ -17,19 +19,21 @@
 #ifndef TYPE
 #define TYPE 16       // of the arrays: 32 float, 16 half, 17 bfloat16
 #define PRODUCTS 1    // 3: float32 arithmetic
-#define WIDE_LOADS 0  // whether 16 bytes of channels of x are neighbours in memory, and are loaded at once
+#define WIDE 0        // whether 16 bytes of channels are neighbours in memory: 1 of w, 2 of w and x
 #endif
 #define MOMENTS 0
 #include "core/finish.cuh"
 #include "core/tf32.cuh"
+#include "mma/async_copy.cuh"
 #include "mma/fragments.cuh"
 typedef long long long_t;
 #include "layout/rims.cuh"
 
-constexpr int THREADS = 256, PIXELS = 64, CHANNELS = 64, LISTED = 64;
+constexpr int THREADS = 256, PIXELS = 64, CHANNELS = 64, LISTED = 64, STAGES = 3;
 constexpr int PITCH = 144;  // bytes from row to row: 128, and 16 so that ldmatrix meets all banks
 typedef element<TYPE> data_t;
-constexpr int STEP = 128 / sizeof(data_t), IN_WORD = 4 / sizeof(data_t);  // channels of a step, and of a word
+constexpr int STEP = 128 / sizeof(data_t), IN_WORD = 4 / sizeof(data_t), IN_PIECE = 16 / sizeof(data_t);  // channels of a step, of a word, of 16 bytes
+constexpr int STAGE_BYTES = (PIXELS + CHANNELS) * PITCH;
 [[maybe_unused]] constexpr int LARGER = 4096;  // core/tf32.cuh
 
 // A result in the rims, and the places that it has.
@@ -91,8 +95,7 @@ struct Loaded {
   }
   DEVICE uint32_t word(int count) const {
 #if TYPE == 32
-    const float one = count > 0 ? v[0] : 0.f;
-    return PRODUCTS == 1 ? to_tf32(one) : __float_as_uint(one);
+    return __float_as_uint(count > 0 ? v[0] : 0.f);
 #else
     return count > 1 ? word_of(v[0], v[1]) : count > 0 ? v[0].bits : 0;
 #endif
@@ -112,6 +115,11 @@ DEVICE void multiply_step(Sums& sums, uint32_t rows, uint32_t columns) {
     load_matrices(a[0], rows + 32 * part);
     load_matrices(a[1], rows + 16 * PITCH + 32 * part);
     load_matrices(b, columns + 32 * part);
+#if TYPE == 32 && PRODUCTS == 1
+    const auto round = [](uint32_t& v) { v = to_tf32(__uint_as_float(v)); };
+    each(a, round);
+    each(b, round);
+#endif
 #if PRODUCTS == 3
     uint32_t a_low[2][4], b_low[4];
     const auto split = [](uint32_t& high, uint32_t& low) {
@@ -144,8 +152,8 @@ DEVICE void multiply_step(Sums& sums, uint32_t rows, uint32_t columns) {
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     rims_product(const data_t* __restrict__ x, const data_t* __restrict__ w, const data_t* __restrict__ bias, const data_t* __restrict__ scale,
                  const data_t* __restrict__ residual, data_t* __restrict__ y, const __grid_constant__ RimsArguments arg) {
-  AFTER_LAST_LAUNCH
-  __shared__ alignas(16) unsigned char rows[PIXELS * PITCH], columns[CHANNELS * PITCH];
+  READS_EARLIER
+  extern __shared__ uint8_t dynamic[];
   __shared__ int met[LISTED][PIXELS], some[LISTED], listed[LISTED], most[3], found;
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   const int tiles = (int)arg.tiles, tile = blockIdx.x % tiles, rest = blockIdx.x / tiles, tiles_n = ((int)arg.made + CHANNELS - 1) / CHANNELS;
@@ -162,73 +170,76 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
   __syncthreads();
   const int places_w = most[2], places_h = most[1], taps_s = (int)arg.s, taps_r = (int)arg.r, taps_t = (int)arg.t;
   const int taps = taps_t * taps_r * taps_s, combinations = most[0] * places_h * places_w * taps, read = (int)arg.read;
-  // what this thread loads: words for one result, or with wide loads 16 bytes for two; and words of one channel of y
   const long long first_read = (long long)group * read, of_group = GRADIENT ? first_read * arg.w_read : group * arg.made * arg.w_made;
-  const data_t* const filter = w + of_group + (n0 + own) * arg.w_made;
-  const bool has_channel = n0 + own < (int)arg.made;
-#if WIDE_LOADS
-  const int row = thread / 8, word = thread % 8 * 4;
+  // what this thread loads: words of one row, or with wide loads 16 bytes of two
+  const int word0 = thread / PIXELS, row = thread / 8, piece = thread % 8 * IN_PIECE;
+  const uint32_t stages = shared_address(dynamic), to_row = row * PITCH + thread % 8 * 16;
+#if WIDE == 2
   const data_t* images[2];
 #pragma unroll
-  for (int i = 0; i < 2; ++i) images[i] = x + Rim(arg, min(tile * PIXELS + row + 32 * i, all - 1)).image * arg.x_image + first_read * arg.x_channel;
+  for (int i = 0; i < 2; ++i) images[i] = x + Rim(arg, min(tile * PIXELS + row + 32 * i, all - 1)).image * arg.x_image + first_read;
 #else
   const data_t* const image = x + rim.image * arg.x_image + first_read * arg.x_channel;
-#endif
-  const int word0 = thread / PIXELS;  // of 4 words that are loaded at a time
-#if WIDE_LOADS
-  uint4 of_rows[2];
-#else
   Loaded of_rows[8];
+  int loaded_pixel, loaded_k0;
 #endif
+#if WIDE
+  const data_t* const filter = w + of_group + (n0 + row) * arg.w_made;
+#else
+  const data_t* const filter = w + of_group + (n0 + own) * arg.w_made;
+  const bool has_channel = n0 + own < (int)arg.made;
   Loaded of_columns[8];
-  int loaded_k0 = 0;
-  [[maybe_unused]] int loaded_pixel = 0;
-  auto load = [&](int slot, int tap, int k0) {
-    loaded_k0 = k0;
-#if WIDE_LOADS
+#endif
+  // Begins to load a step: its pieces to their stage, and its words to registers.
+  auto load_pieces = [&](uint32_t stage, int slot, int tap, int k0) {
+#if WIDE
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int pixel = met[slot][row + 32 * i], channel = k0 + word * IN_WORD;
-      of_rows[i] = pixel >= 0 && channel < read ? *(const uint4*)(images[i] + pixel * arg.x_pixel + channel) : make_uint4(0, 0, 0, 0);
+      const bool there = n0 + row + 32 * i < (int)arg.made && k0 + piece < read;
+      const data_t* const from = filter + 32 * i * arg.w_made + tap * arg.w_tap + k0 + piece;
+      copy_or_zero<16>(stage + (PIXELS + 32 * i) * PITCH + to_row, there ? from : w, there);
     }
-#else
+#endif
+#if WIDE == 2
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int pixel = met[slot][row + 32 * i];
+      const bool there = pixel >= 0 && k0 + piece < read;
+      copy_or_zero<16>(stage + 32 * i * PITCH + to_row, there ? images[i] + pixel * arg.x_pixel + k0 + piece : x, there);
+    }
+#endif
+  };
+  auto load_words = [&](int slot, [[maybe_unused]] int tap, int k0) {
+#if WIDE < 2
+    loaded_k0 = k0;
     loaded_pixel = met[slot][own];
     const data_t* const from = image + max(loaded_pixel, 0) * arg.x_pixel;
-#endif
-    const data_t* const by = filter + tap * arg.w_tap;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const int channel = k0 + (word0 + 4 * i) * IN_WORD;
-#if !WIDE_LOADS
       of_rows[i].load(from + channel * arg.x_channel, arg.x_channel, loaded_pixel >= 0 ? read - channel : 0, x);
+#if !WIDE
+      of_columns[i].load(filter + tap * arg.w_tap + channel * arg.w_read, arg.w_read, has_channel ? read - channel : 0, w);
 #endif
-      of_columns[i].load(by + channel * arg.w_read, arg.w_read, has_channel ? read - channel : 0, w);
     }
+#endif
   };
-  auto store = [&] {
-#if WIDE_LOADS
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      uint4 v = of_rows[i];
-#if TYPE == 32 && PRODUCTS == 1
-      v = make_uint4(to_tf32(__uint_as_float(v.x)), to_tf32(__uint_as_float(v.y)), to_tf32(__uint_as_float(v.z)), to_tf32(__uint_as_float(v.w)));
-#endif
-      *(uint4*)(rows + (row + 32 * i) * PITCH + 4 * word) = v;
-    }
-#endif
+  auto store_words = [&]([[maybe_unused]] uint8_t* stage) {
+#if WIDE < 2
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const int channel = loaded_k0 + (word0 + 4 * i) * IN_WORD;
-#if !WIDE_LOADS
-      *(uint32_t*)(rows + own * PITCH + 4 * (word0 + 4 * i)) = of_rows[i].word(loaded_pixel >= 0 ? read - channel : 0);
+      const int channel = loaded_k0 + (word0 + 4 * i) * IN_WORD, to = own * PITCH + 4 * (word0 + 4 * i);
+      *(uint32_t*)(stage + to) = of_rows[i].word(loaded_pixel >= 0 ? read - channel : 0);
+#if !WIDE
+      *(uint32_t*)(stage + PIXELS * PITCH + to) = of_columns[i].word(has_channel ? read - channel : 0);
 #endif
-      *(uint32_t*)(columns + own * PITCH + 4 * (word0 + 4 * i)) = of_columns[i].word(has_channel ? read - channel : 0);
     }
+#endif
   };
   // a lane's row of the matrices that it loads
   const int m0 = warp % 2 * 32, c0 = warp / 2 * 16;
-  const uint32_t from_rows = shared_address(rows) + (m0 + lane % 16) * PITCH + lane / 16 * 16;
-  const uint32_t from_columns = shared_address(columns) + (c0 + lane / 16 * 8 + lane % 8) * PITCH + lane / 8 % 2 * 16;
+  const uint32_t from_rows = stages + (m0 + lane % 16) * PITCH + lane / 16 * 16;
+  const uint32_t from_columns = stages + (PIXELS + c0 + lane / 16 * 8 + lane % 8) * PITCH + lane / 8 % 2 * 16;
   Sums sums = {};
 #pragma unroll 1
   for (int first = 0; first < combinations; first += LISTED) {
@@ -252,24 +263,39 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
       if (lane == 0) found = __popc(low) + __popc(high);
     }
     __syncthreads();
-    int number = 0, k0 = 0;
     const int steps = found * ((read + STEP - 1) / STEP);
-    if (steps) load(listed[0], (first + listed[0]) % taps, 0);
+    struct Place {  // of a step: its slot's number, and its first channel
+      int number = 0, k0 = 0;
+      DEVICE void next(int read) {
+        k0 += STEP;
+        number += k0 >= read;
+        k0 = k0 < read ? k0 : 0;
+      }
+    } pieces, words;
+    auto begin = [&](int step) {
+      if (step < steps) {
+        const int slot = listed[pieces.number];
+        load_pieces(stages + step % STAGES * STAGE_BYTES, slot, (first + slot) % taps, pieces.k0);
+        pieces.next(read);
+      }
+      copies_commit();
+    };
+    for (int step = 0; step < STAGES - 1; ++step) begin(step);
+    if (steps) load_words(listed[0], (first + listed[0]) % taps, 0);
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
+      const int stage = step % STAGES;
+      store_words(dynamic + stage * STAGE_BYTES);
+      copies_wait<STAGES - 2>();
       __syncthreads();
-      store();
-      __syncthreads();
-      k0 += STEP;
-      if (k0 >= read) {
-        k0 = 0;
-        ++number;
-      }
-      if (step + 1 < steps) load(listed[number], (first + listed[number]) % taps, k0);
-      multiply_step(sums, from_rows, from_columns);
+      words.next(read);
+      if (step + 1 < steps) load_words(listed[words.number], (first + listed[words.number]) % taps, words.k0);
+      begin(step + STAGES - 1);
+      multiply_step(sums, from_rows + stage * STAGE_BYTES, from_columns + stage * STAGE_BYTES);
     }
     __syncthreads();
   }
+  AFTER_LAST_LAUNCH
 #pragma unroll
   for (int i = 0; i < 2; ++i)
 #pragma unroll

@@ -215,6 +215,19 @@ def goes_near(problem: ConvProblem) -> bool:
     return border_words(problem) is not None and border_numbers(problem)["bordered"] < 2
 
 
+def wraps(problem: ConvProblem) -> bool:
+    """Whether a gradient by the input is that of a convolution among zeros of a gradient by the result that wraps, too."""
+    words = border_words(problem)
+    if words is None or problem.direction != "dgrad" or problem.border is None or not goes_near(problem):
+        return False
+    axes = zip(words, problem.padding_before, problem.padding_after, problem.stride, problem.dilation, problem.filter_size, strict=True)
+    for word, before, after, stride, dilation, taps in axes:
+        as_large = stride == 1 and before + after == dilation * (taps - 1)
+        if word != "zeros" and (before or after) and not (word == "circular" and as_large):
+            return False
+    return True
+
+
 MOST_NEAR = 2**27  # pixels of an axis whose places fit a near side's number
 
 

@@ -180,7 +180,7 @@ def source_of(file: str, defines: Mapping[str, int]) -> str:
 def _joined(file: str, text: str, items: tuple[tuple[str, int], ...]) -> str:
     defines = dict(items)
     # these shape the dialect's header; the others would collide with system headers
-    first = ("DTYPE", "INDEX_64", "LAYER") if "DTYPE" in defines else ()
+    first = ("DTYPE", "INDEX_64", "LAYER", "NEXT_COMES") if "DTYPE" in defines else ()
     lines = [f"#define {name} {defines[name]}" for name in first if name in defines]
     lines += ['#include "core/portable.cuh"'] if first else []
     lines += [f"#define {name} {value}" for name, value in items if name not in first]

@@ -64,7 +64,7 @@ CASES = Cases(
     kernel="hopper_dense",
     runs=sharing([[run for run in EVERY if run[0] is case] for case in SHAPES]) + sharing([[run for run in EVERY if run[0] == case] for case in THIRD]) + MORE,
     gpu=[*EVERY, *MORE, *((LARGE, mode, config) for mode in KINDS for config in (DenseNhwc(128, 192, 4), DenseNhwc(64, 128, 3), DenseNhwc(128, 128, 6, 4)))],
-    unseen=[("BORDERED", 1)],  # test_packed_borders.py
+    unseen=[("BORDERED", 1), ("PHASES", 9), ("PHASES", 25)],  # test_packed_borders.py
     grids=[(SHAPES[2], "tf32 last", DenseNhwc(64, 32, 2, cluster)) for cluster in (1, 4)],
     finished=[
         *((case, mode, DenseNhwc(64, 64, 4, cluster), ("gelu", "relu6")) for case, mode, cluster in zip(CHANNELS, KINDS, (1, 1, 4), strict=False)),

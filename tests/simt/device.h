@@ -227,6 +227,7 @@ void copy_commit();
 void copy_wait(int groups);
 void check_map(u64 map);
 void dependency_wait();
+void reads_earlier();
 
 void* shared(u32 address, u32 bytes, bool writes);  // of this block's or, by map_rank, of another's in the cluster
 template <class T> T load_shared(u32 address, int i = 0) { return *(T*)shared(address + i * sizeof(T), sizeof(T), false); }

@@ -160,6 +160,7 @@ INSTRUCTIONS = {
     r"prefetch\.tensormap": "ptx::check_map({0[0]})",
     r"prefetch\.global\.L2": "(void)({0[0]})",
     r"griddepcontrol\.wait": "ptx::dependency_wait()",
+    r"//": "ptx::reads_earlier()",  # the one remark among instructions: READS_EARLIER in core/launch.cuh
     r"griddepcontrol\.launch_dependents": "(void)0",
     r"setmaxnreg\.(?:inc|dec)\.sync\.aligned\.u32": "(void){0}",
     r"wgmma\.fence\.sync\.aligned": "ptx::wgmma_fence()",

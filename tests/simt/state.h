@@ -133,6 +133,7 @@ struct Block {
   std::vector<uint16_t> reads, writes, unfenced;  // of each 16 bytes: by pending products and stores; by loads under way; by threads that have not fenced since
   int votes[3] = {};
   bool waited = false;  // for the launch before
+  bool early = false;   // whether it reads before that what the launch before doesn't write
 };
 
 // ---- what goes on behind the threads' backs
@@ -176,7 +177,7 @@ size_t static_bytes, dynamic_bytes;
 u32 dynamic_begin;  // its address
 Block* live;        // whose static shared memory lies where the kernel's text has it
 Fiber* current;
-bool waited;  // whether its block has waited for the launch before
+bool waited, early;  // of its block
 jmp_buf scheduler;
 std::vector<std::unique_ptr<Fiber>> fibers;
 std::vector<std::unique_ptr<Block>> blocks;  // of a cluster

@@ -13,7 +13,7 @@ template <class F> void each_16(const Transfer& t, const F& f) {
 const char* name_of(const Transfer& t) { return t.kind == Transfer::STORE ? "a bulk store" : "a load"; }
 
 void begin(Transfer&& t) {
-  if (!current->block->waited) simt::fail("%s before the launch waits for the one before it", name_of(t));
+  if (!current->block->waited && !(current->block->early && t.kind != Transfer::STORE)) simt::fail("%s before the launch waits for the one before it", name_of(t));
   if (t.kind == Transfer::LOAD) {
     Barrier& b = barrier_of(t.block, t.barrier);
     if (!b.fenced) simt::fail("a load to mbarrier %d, whose making no fence has told the hardware of", b.number);
@@ -236,5 +236,6 @@ void copy_wait(int groups) {
 }
 void check_map(u64 map) { map_of(map); }
 void dependency_wait() { waited = current->block->waited = true; }
+void reads_earlier() { early = current->block->early = true; }
 
 }  // namespace ptx

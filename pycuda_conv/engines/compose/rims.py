@@ -7,6 +7,7 @@ of a gradient by the input they add what the border shows, or in 16 bits they su
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 from pycuda_conv.engines import registry
@@ -17,7 +18,8 @@ from pycuda_conv.engines.geometry import ceil
 from pycuda_conv.engines.layout import rims
 from pycuda_conv.engines.layout.rims import variants
 from pycuda_conv.engines.limits import Takes, Tiles
-from pycuda_conv.engines.schedule import Schedule
+from pycuda_conv.engines.schedule import PACKED, Arena, Schedule
+from pycuda_conv.runtime.base import LibraryCall
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Rims(Delegating):
 
 
 __all__ = ["variants"]  # with what stands here: the engine
-CONFIGS, LAYOUTS, TENSOR_CORES, MOST_VARIANTS = (Rims,), ("NCHW", "NHWC", "CNHW", "CHWN"), True, {"cuda": 48, "opencl": 32}
+CONFIGS, LAYOUTS, TENSOR_CORES, MOST_VARIANTS = (Rims,), ("NCHW", "NHWC", "CNHW", "CHWN"), True, {"cuda": 102, "opencl": 78}
 COST = costs("compose.rims")
 
 
@@ -46,13 +48,37 @@ LEGAL = Tiles(TAKES, Rims, lambda problem, config: AROUND.fits(problem, config))
 
 def schedule(problem: ConvProblem, config: Rims, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`; they note no moments."""
-    made = registry.schedule(_among_zeros(problem), delegate_of(config), device)
+    made, kept = registry.schedule(_among_zeros(problem), delegate_of(config), device), Arena(PACKED)
+    kept.take(made.filter_bytes)
+    place = kept.take(problem.itemsize * math.prod(problem.weight_shape)) if rims.transposes(problem, device) else None
+    in_place = place is None or problem.direction == "fprop"  # with its second axis last, the filter lies so
 
-    def followed(steps: list[list[KernelLaunch]], filter_last: bool = False) -> list[list[KernelLaunch]]:
-        return [*steps, [rims.launch(problem, device, filter_last)]]
+    def followed(steps: list[list[KernelLaunch]], place: tuple[int, int] | None, filter_last: bool = False) -> list[list[KernelLaunch]]:
+        return [*_waited_for_late(steps), [rims.launch(problem, device, filter_last, place)]]
 
-    last, redoes = made.filter_last and followed(made.filter_last, True), made.redoes or problem.direction == "fprop"
-    return replace(made, steps=followed(made.steps), whole=followed(made.whole), redoes=redoes, filter_last=last, moments=None)
+    def first(filter_last: bool = False) -> list[list[KernelLaunch]]:
+        return [] if place is None else [[rims.transposed(problem, place, filter_last)]]
+
+    last = None
+    if made.filter_last:
+        last = followed(made.filter_last, None, True) if in_place else first(True) + followed(made.filter_last, place, True)
+    return replace(
+        made, prepare=first() + made.prepare, steps=followed(made.steps, place), whole=first() + followed(made.whole, place),
+        filter_bytes=kept.used, filter_last=last, moments=None, redoes=made.redoes or problem.direction == "fprop",
+    )  # fmt: skip
+
+
+def _waited_for_late(steps: list[list[KernelLaunch]]) -> list[list[KernelLaunch]]:
+    """The steps, the last of which lets the next blocks begin early if it is one launch: those for the rims wait before they store."""
+    if not steps or len(steps[-1]) != 1 or isinstance(steps[-1][0], LibraryCall):
+        return steps
+    (last,) = steps[-1]
+    return [*steps[:-1], [replace(last, layer={**last.layer, "NEXT_COMES": 1})]]
+
+
+def filter_key(problem: ConvProblem, config: Rims) -> Hashable:
+    """That of the delegate, and what the filter of the rims depends on."""
+    return problem.direction, problem.dtype, problem.weight_shape, AROUND.filter_key(problem, config)
 
 
 def _rims_us(problem: ConvProblem, delegate: object, device: Device) -> float:

@@ -175,7 +175,6 @@ def _written(problem: ConvProblem) -> _Transposition | None:
 
 
 def schedule(problem: ConvProblem, config: ViaNhwc, device: Device, with_moments: bool = False) -> Schedule:
-    """The launches of `config`, which can run `problem`."""
     made = registry.schedule(_transposed(problem), delegate_of(config), device)
     if _of_filter(problem):
         return _of_both(problem, made)
@@ -222,7 +221,6 @@ def _only_fills_up(launch: KernelLaunch) -> bool:
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
-    """A text for each size of elements."""
     yield VariantSet("via_nhwc", {"BYTES": (2, 4)})
 
 
@@ -252,8 +250,15 @@ def _overhead_us(problem: ConvProblem, delegate: Config, device: Device) -> floa
     return us
 
 
+def adapts(problem: ConvProblem) -> bool:
+    """Whether an engine that puts the border in may follow: a gradient by the filter, whose image isn't copied before that."""
+    return problem.layout == "CNHW" and problem.border is not None and not (problem.input_dtype or problem.result_dtype)
+
+
 def _alone(engine: Engine, problem: ConvProblem, device: Device) -> bool:
-    """Whether an engine can only run the problem of the transposed arrays."""
+    """Whether an engine can only run the problem of the transposed arrays, or puts the border in there."""
+    if problem.adapted:
+        return engine.adapts(_transposed(problem))
     return engine.CONFIGS != CONFIGS and not (problem.layout in engine.LAYOUTS and engine.choose(problem, device))
 
 

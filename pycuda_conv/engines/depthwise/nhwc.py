@@ -32,7 +32,7 @@ from pycuda_conv.engines.depthwise.nhwc_launch import (
     vector_choices,
     vector_of,
 )
-from pycuda_conv.engines.geometry import accumulator_bytes, ceil, goes_near
+from pycuda_conv.engines.geometry import accumulator_bytes, ceil, goes_near, wraps
 from pycuda_conv.engines.limits import TWO_AXES, Takes, Tiles
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 
@@ -49,9 +49,12 @@ FULL = 2 * THREADS * 132  # threads: two blocks a multiprocessor of Hopper
 
 
 def adapts(problem: ConvProblem) -> bool:
-    """Whether ``depthwise/nhwc_strips.cu`` reads the image's border: one alike at both sides of an axis, no further than the other end."""
+    """Whether ``depthwise/nhwc_strips.cu`` reads the image's border: one alike at both sides of an axis, no further than the other end.
+
+    Of gradients by the input it takes those of a gradient that wraps.
+    """
     plain = not (problem.input_dtype or problem.result_dtype)
-    return plain and problem.direction == "fprop" and problem.layout == "NHWC" and goes_near(problem)
+    return plain and problem.layout == "NHWC" and (goes_near(problem) if problem.direction == "fprop" else wraps(problem))
 
 
 _MOST_UNITS = 2**31 - 1 - THREADS  # the kernels count units in 32 bits, with the last block's idle ones
@@ -125,7 +128,6 @@ def sum_order(problem: ConvProblem, config: Config) -> Hashable:
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
-    """A text for each type, vector and tile, and for each common filter."""
     on_gpu = device.backend == "cuda"
     for code in DTYPE_CODES.values():
         common = {"DTYPE": (code,), "INDEX_64": FLAG, "V": vector_choices(code, 0, Depthwise)}
@@ -191,7 +193,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[Config]:
         return 0.0 if us is None else us  # without a model they keep their order
 
     if of_filter(problem):
-        rings = best(_rings(problem), 3) if unsupported_by(DepthwiseRing, device) is None else []
+        rings = best(_in_parts(problem, DepthwiseRing), 3) if _fits_ring(problem) and unsupported_by(DepthwiseRing, device) is None else []
         yield from sorted([*best(_gradients(problem, device), 1 if rings else 3), *rings], key=expected)
     else:
         strips = best(_strips(problem), 2) if device.backend == "cuda" else []
@@ -233,27 +235,22 @@ def _strips(problem: ConvProblem) -> Iterator[Config]:
 
 
 def _gradients(problem: ConvProblem, device: Device) -> Iterator[Config]:
-    """Configurations of wgrad. All threads of all parts but the last walk down equally many strips."""
-    if not unrolled(problem):
+    """Configurations of wgrad."""
+    if unrolled(problem):
+        yield from _in_parts(problem, DepthwiseWgrad, 1)
+    else:
         one = DepthwiseWgrad(4)
         rounds = partition_of(problem, one).rounds
         wanted = min(ceil(8 * device.multiprocessors, max(grid_of(problem, one), 1)), 4 * device.multiprocessors)
         yield DepthwiseWgrad(4, ceil(rounds, ceil(rounds, wanted)) if rounds else 1)
-        return
-    for rows in _rows(problem.filter_size[1], images_of(problem) * ceil(problem.filter_size[2], COLUMNS) * problem.K):
-        rounds = partition_of(problem, DepthwiseWgrad(rows)).rounds
-        for parts in dict.fromkeys(ceil(rounds, each) for each in (1, 2, 3, 4, 6, 8) if rounds):
-            yield DepthwiseWgrad(rows, parts)
-        yield DepthwiseWgrad(rows)
 
 
-def _rings(problem: ConvProblem) -> Iterator[Config]:
-    """Configurations whose rows arrive in shared memory before they are used."""
-    if not _fits_ring(problem):
-        return
+def _in_parts(problem: ConvProblem, kind: type[DepthwiseWgrad | DepthwiseRing], *more: int) -> Iterator[Config]:
+    """Strips and numbers of parts, `more` among them. All threads of all parts but the last walk down equally many strips."""
     for rows in _rows(problem.filter_size[1], images_of(problem) * ceil(problem.filter_size[2], COLUMNS) * problem.K):
-        rounds = partition_of(problem, DepthwiseRing(rows)).rounds
-        yield from (DepthwiseRing(rows, parts) for parts in dict.fromkeys(ceil(rounds, each) for each in (1, 2, 3, 4, 6, 8) if rounds))
+        rounds = partition_of(problem, kind(rows)).rounds
+        parts = (ceil(rounds, each) for each in (1, 2, 3, 4, 6, 8) if rounds)
+        yield from (kind(rows, count) for count in dict.fromkeys((*parts, *more)))
 
 
 def _threads(device: Device) -> int:

@@ -36,6 +36,7 @@ from pycuda_conv.engines.direct.configs import (
 )
 from pycuda_conv.engines.direct.wgrad import WGRAD, wgrad_config, wgrad_configs, wgrad_grid, wgrad_launch, wgrad_time, wgrad_variants
 from pycuda_conv.engines.geometry import (
+    NO_SIDES,
     accumulator_bytes,
     arguments,
     border_numbers,
@@ -43,13 +44,16 @@ from pycuda_conv.engines.geometry import (
     by_axis,
     ceil,
     finish,
+    near_sides,
     needs_64_bits,
     outputs_apart,
     taps_apart,
+    wraps,
 )
+from pycuda_conv.engines.layout import rims
 from pycuda_conv.engines.limits import Takes, Tiles
 from pycuda_conv.engines.schedule import FINISH, INPUT, RESULT, STATIC_SHARED_BYTES, WEIGHT, WORKSPACE, Schedule
-from pycuda_conv.engines.split_sum import reduce_launch
+from pycuda_conv.engines.split_sum import in_parts
 from pycuda_conv.engines.split_sum import time as reduce_time
 from pycuda_conv.engines.variants import fixed
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
@@ -66,17 +70,44 @@ FEW = 1024  # results; for fewer the launch takes most of the time, and the smal
 WARP = 32  # pixels of a warp of direct/single.cu
 MOST_MACS = 2e9  # multiplications up to which sums may be split: beyond, matrix products are faster
 LAYOUTS = "NCHW", "CNHW"
-MOST_VARIANTS = {"cuda": 226, "opencl": 102}
+MOST_VARIANTS = {"cuda": 278, "opencl": 122}
 
 
 def adapts(problem: ConvProblem) -> bool:
     """Whether ``direct/tile.cu`` reads the image: with a border that is alike at both sides of an axis, and of integers of up to 16 bits.
 
-    Its result may be of the image's type then.
+    Its result may be of the image's type then. Gradients by the input are those of :func:`shown`, and of gradients that wrap.
     """
+    if problem.direction == "dgrad":
+        return shown(problem) or (_flips_planes(problem) and wraps(problem))
     given, wanted = problem.input_dtype, problem.result_dtype
     typed = not (given or wanted) or (problem.dtype == "float32" and given in RANGES and wanted in ("", given))
     return typed and problem.direction == "fprop" and problem.layout == "NCHW" and border_words(problem) is not None
+
+
+def shown(problem: ConvProblem) -> bool:
+    """Whether ``direct/tile.cu`` adds what the border shows to a gradient by the input: all that a place gets lies in its pixel's tile."""
+    if problem.border is None or not _flips_planes(problem) or near_sides(problem) is None or max(map(len, rims.runs(problem))) > 2:
+        return False
+    axes = zip(problem.border, problem.padding_before, problem.padding_after, problem.dilation, problem.filter_size, strict=True)
+    for words, before, after, dilation, taps in axes:
+        reach = dilation * (taps - 1)
+        if before > reach or 2 * after > reach or ("circular" in words and before + after > 0):
+            return False
+    return True
+
+
+def _flips_planes(problem: ConvProblem) -> bool:
+    """Whether ``direct/tile.cu`` may compute a gradient by planes with a border."""
+    return flips(problem) and problem.layout == "NCHW" and not (problem.has_depth or problem.input_dtype or problem.result_dtype)
+
+
+def _has_place(problem: ConvProblem, config: Config) -> bool:
+    """Whether `config` takes a problem that is adapted. A first tile has to have all pixels that the places before the image show."""
+    if not isinstance(config, Tile) or not adapts(problem):
+        return False
+    _, rows, columns = problem.border_sizes[0]
+    return not shown(problem) or (rows < config.TILE_P and columns < config.TILE_Q)
 
 
 def _grid(problem: ConvProblem, config: Config) -> int:
@@ -95,7 +126,7 @@ def _grid(problem: ConvProblem, config: Config) -> int:
     return wgrad_grid(problem, config)
 
 
-_PLAIN = "it takes no such border, and no such integers", lambda p, config: not p.adapted or (isinstance(config, Tile) and adapts(p))
+_PLAIN = "it takes no such border, and no such integers", lambda p, config: not p.adapted or _has_place(p, config)
 _PLANES = "it takes NCHW arrays", lambda p, _: p.layout == "NCHW"
 _FORWARD = "it computes forward convolutions", lambda p, _: p.direction == "fprop"
 _TRANSPOSED = "it computes transposed convolutions", lambda p, _: p.direction == "dgrad"
@@ -109,7 +140,12 @@ def _shared(problem: ConvProblem, config: Any) -> int:
     """Bytes of shared memory of a block."""
     taps = math.prod(problem.filter_size)
     of_block = config.BLOCK_K * config.BLOCK_C * taps if isinstance(config, Batched | Dgrad) else taps
-    return accumulator_bytes(problem) * (of_block + (math.prod(config.halo(problem)) if isinstance(config, Tile) else 0))
+    return accumulator_bytes(problem) * (_tile_room(problem, config) if isinstance(config, Tile) else of_block)
+
+
+def _tile_room(problem: ConvProblem, config: Tile) -> int:
+    """Numbers in the shared memory of a block: the window, the filter, and what the border shows."""
+    return math.prod(problem.filter_size) + math.prod(config.halo(problem)) + shown(problem) * config.TILE_P * config.TILE_Q
 
 
 TAKES, _ROOM = Takes(), (_shared, STATIC_SHARED_BYTES)
@@ -135,7 +171,8 @@ DgradArguments = kernel_struct("direct_dgrad", "DgradArguments")
 _SIZES = {
     SingleArguments: "tiles h w p q",
     TileArguments: "tiles_p tiles_q h w p q value near_h last_near_h near_w last_near_w bias_h period_h high_h sign_h fills_h "
-    "bias_w period_w high_w sign_w fills_w in_shift least most",
+    "bias_w period_w high_w sign_w fills_w in_shift least most side_h side_w last_side_h last_side_w first_h firsts_h last_h lasts_h "
+    "first_w firsts_w last_w lasts_w",
     BatchedArguments: "n_pixels plane p q split run part_size d h w", DgradArguments: "n_pixels plane h w split run part_size o p q",
 }  # fmt: skip
 
@@ -161,7 +198,6 @@ def border_time(source: ConvProblem, config: Config) -> float:
 def schedule(
     problem: ConvProblem, config: Config, device: Device, with_moments: bool = False, source: ConvProblem | None = None
 ) -> Schedule:
-    """The launches of `config` for `problem`."""
     kernel, make = _KERNELS[type(config)]
     defines, args, layer, room = make(source or problem, config)
     threads = config.TILE_P // config.ROWS * config.TILE_Q if isinstance(config, Tile) else defines["THREADS"]
@@ -179,9 +215,7 @@ def schedule(
     if room and device.backend != "cuda":
         defines["ROOM"], shared = STATIC_SHARED_BYTES // accumulator_bytes(problem), 0
     launch = KernelLaunch(kernel, defines, _grid(problem, config), threads, buffers, (), shared=shared, arguments=args, layer=layer)
-    if split == 1:
-        return Schedule.plain([[launch]])
-    return Schedule.plain([[launch], [reduce_launch(problem, split, WORKSPACE)]], split * size * accumulator_bytes(problem))
+    return Schedule.plain([[launch]]) if split == 1 else in_parts(problem, launch, split, accumulator_bytes(problem))
 
 
 def _single(problem: ConvProblem, config: Single) -> Made:
@@ -196,20 +230,33 @@ def _tile(problem: ConvProblem, config: Tile) -> Made:
     if flipped:
         pad_h, pad_w = dil_h * (r - 1) - pad_h, dil_w * (s - 1) - pad_w
         apart_h, apart_w = problem.stride[1].bit_length() - 1, problem.stride[2].bit_length() - 1
-    halo_h, halo_w = config.halo(problem)
     tiles_p, tiles_q = ceil(p, config.TILE_P), ceil(q, config.TILE_Q)
     args = arguments(
         TileArguments, problem, tiles_p=tiles_p, tiles_q=tiles_q, pad_h=pad_h, pad_w=pad_w, stride_h=stride_h, stride_w=stride_w,
-        halo_w=halo_w, flipped=int(flipped), apart_h=apart_h, apart_w=apart_w, **border_numbers(problem, "hw"), **_of_integers(problem),
+        halo_w=config.halo(problem)[1], flipped=int(flipped), apart_h=apart_h, apart_w=apart_w, **_border(problem), **_of_integers(problem),
     )  # fmt: skip
-    elements = r * s + halo_h * halo_w
+    elements = _tile_room(problem, config)
     layer = _constants(problem, args)
     types = {"IN_BYTES": problem.input_itemsize, "OUT_BYTES": problem.result_itemsize if problem.result_dtype else 0}
-    defines = asdict(config) | (types if problem.input_dtype else {})
+    defines = asdict(config) | (types if problem.input_dtype else {}) | ({"SHOWN": 1} if shown(problem) else {})
     if config.TILE_P > 1 and r == s and r in (3, 5, 7) and stride_h == stride_w == dil_h == dil_w == 1:
         names = "R", "S", "STRIDE_H", "STRIDE_W", "DIL_H", "DIL_W"
         return defines | {name: layer[name] for name in names}, args, layer, elements
     return defines, args, layer, elements
+
+
+def _border(problem: ConvProblem) -> dict[str, int]:
+    """The arguments for images with a border: where it is read, and in a gradient what it shows."""
+    shows = shown(problem)
+    read = replace(problem, border=None) if shows else problem
+    sides = (near_sides(problem) if shows else None) or NO_SIDES
+    numbers = border_numbers(read, "hw") | {name: value for name, value in sides.items() if not name.endswith("d")}
+    before, after = problem.border_sizes
+    numbers |= by_axis("before_", before[1:], "hw") | by_axis("after_", after[1:], "hw")
+    for axis, of_axis in zip("hw", rims.runs(problem)[1:] if shows else ((), ()), strict=True):
+        (first, firsts), (last, lasts) = [*of_axis, (0, 0), (0, 0)][:2]
+        numbers |= {f"first_{axis}": first, f"firsts_{axis}": firsts, f"last_{axis}": last, f"lasts_{axis}": lasts}
+    return numbers
 
 
 def _of_integers(problem: ConvProblem) -> dict[str, int]:
@@ -285,7 +332,6 @@ def sum_order(problem: ConvProblem, config: Config) -> Hashable:
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
-    """A text for each tile and type, and one with the constants of each common filter."""
     for code in DTYPE_CODES.values():
         acc = 8 if code == 64 else 4
         room = {} if device.backend == "cuda" else {"ROOM": (STATIC_SHARED_BYTES // acc,)}
@@ -300,6 +346,7 @@ def variants(device: Device) -> Iterator[VariantSet]:
             for form in forms:
                 of_tile = common | room | fixed(tile) | form
                 yield VariantSet("direct_tile", of_tile)
+                yield VariantSet("direct_tile", of_tile | {"SHOWN": (1,)})
                 if code == DTYPE_CODES["float32"] and tile in INTEGER_TILES:
                     integers = of_tile | _INTEGERS  # a result is of float32, or of those that are read
                     yield VariantSet("direct_tile", integers, lambda d: d["OUT_BYTES"] in (0, d["IN_BYTES"]))
@@ -341,6 +388,9 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
         if problem.has_residual:
             moved += problem.itemsize * math.prod(problem.result_shape) / COST.TILE_RESIDUAL
         us = max(spread(max(planes * of_plane, moved), device.multiprocessors), alone)
+        if problem.border is not None:
+            at_edges = blocks - max(ceil(p, config.TILE_P) - 2, 0) * max(ceil(q, config.TILE_Q) - 2, 0)
+            us += spread(planes * at_edges * config.TILE_Q * COST.TILE_EDGE, device.multiprocessors)
         return COST.TILE_START + us * (1.0 if problem.K == problem.C else 2.0)  # the results of a channel each read it again
     if isinstance(config, Wgrad):
         return wgrad_time(problem, config, device.multiprocessors)
@@ -453,7 +503,6 @@ def _for_little_work(problem: ConvProblem, device: Device) -> Iterator[Config]:
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Config]:
-    """The configurations that are worth measuring for `problem`."""
     if problem.layout == "CNHW":
         yield from wgrad_configs(problem, device)
         return

@@ -12,7 +12,7 @@ import operator
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import product
+from itertools import accumulate, product
 from typing import Any
 
 from pycuda_conv.engines.addressing import MOST_PIXELS, PackedLayout, PhaseAddressing, phase_addressing
@@ -45,6 +45,7 @@ from pycuda_conv.engines.packed_product import repeat_arguments, tap_numbers, wr
 from pycuda_conv.engines.range_guard import MomentsLayout
 from pycuda_conv.engines.schedule import FINISH, INPUT, PACKED, RESULT, WEIGHT, WORKSPACE, Arena, Moments, Schedule, finish_constants
 from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, why_not_one_product
+from pycuda_conv.problem import Size3
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch, TensorMap
 
 COLUMNS = (32, 64, 96, 128, 160, 192, 256)  # channels of a tile
@@ -60,6 +61,8 @@ PHASED_TILES: dict[tuple[int, int], tuple[int, ...]] = {
     (128, 64): (1,), (128, 128): (1,), (64, 32): (1, 2, 8), (64, 64): (1, 8), (64, 128): (1,),
 }  # fmt: skip
 PHASES = 4  # phases of a launch, where there are more than one
+#: Regions of a launch where the image has a border: the interior, a row and a column at each side, and the corners; or two of each.
+REGIONS = 9, 25
 STEPS = 4  # wgmma steps of a stage
 STAGES = 12  # the most stages of a ring
 STAGING = 2560 + 512  # bytes of a warp's staging tile, and of the moments of its two chunks
@@ -82,7 +85,7 @@ class DenseNhwc(Config):
     CLUSTER: int = 1
 
 
-CONFIGS, LAYOUTS, RUNS_ON, TENSOR_CORES, MOST_VARIANTS = (DenseNhwc,), ("NHWC",), HOPPER, True, {"cuda": 163}
+CONFIGS, LAYOUTS, RUNS_ON, TENSOR_CORES, MOST_VARIANTS = (DenseNhwc,), ("NHWC",), HOPPER, True, {"cuda": 267}
 ORDER = ("CLUSTER",)  # what the order of sums depends on
 COST = costs("hopper.dense")
 DensePhase = kernel_struct("hopper_dense", "DensePhase")
@@ -192,10 +195,6 @@ def _transposes(problem: ConvProblem, config: DenseNhwc, device: Device) -> bool
     return stages <= MOST_TRANSPOSED[config.CLUSTER > 1] * slots
 
 
-#: The tiles of the rows and columns at the sides of a result, where the image has a border: of up to 64 channels, and of more.
-SIDES = (64, 64), (128, 128)
-
-
 def adds_border(source: ConvProblem, problem: ConvProblem, config: DenseNhwc) -> bool:
     """Whether :func:`schedule` takes the image of `source`, which has a border, for the wider one of `problem`: sums are whole there."""
     return config.CLUSTER == 1 and TAKES.why_not(problem) is None and regions(source) is not None
@@ -203,9 +202,7 @@ def adds_border(source: ConvProblem, problem: ConvProblem, config: DenseNhwc) ->
 
 def border_time(source: ConvProblem, config: DenseNhwc) -> float:
     """Microseconds that the sides of a result take beside the time of the wider image's."""
-    launches = ceil(len(regions(source) or ()) - 1, PHASES)
-    summed = source.operand_channels // source.groups * source.filter_size[2] if source.direction == "dgrad" else 0
-    return launches * (COST.SIDES_TIME + COST.SIDE_SUMMAND * summed)
+    return float(COST.SIDES_TIME + COST.SIDES_LAUNCH * (ceil(len(regions(source) or ()), REGIONS[-1]) - 1))
 
 
 def schedule(
@@ -222,13 +219,13 @@ def schedule(
         if tile.STAGES == _max_stages(*shape, _reads_mn_major(problem)):  # the choice meant "as many as fit"
             tile = replace(tile, STAGES=_max_stages(*shape, mn_major and problem.itemsize == 2))
         if source is not None:
-            return [_of_regions(source, tile, place, multiprocessors)]
+            return [_of_regions(source, tile, place, mn_major, multiprocessors)]
         groups = _launches(_addressed(problem)[1])
         return [[_product(problem, tile, group, place, mn_major, multiprocessors, parts) for group in groups]]
 
     # a filter with its second axis last is K-major in fprop, and MN-major in dgrad
     last = problem.direction == "fprop" and problem.weight_shape[1] * problem.itemsize % 16 == 0
-    mn_major = source is None and (_reads_mn_major(problem) or _transposes(problem, config, device))
+    mn_major = _reads_mn_major(problem) or (source is None and _transposes(problem, config, device))
     in_place = products(WEIGHT, mn_major) if last or mn_major else None
     if in_place and taps == 1:
         return Schedule([], in_place, in_place, scratch.used, 0, moments=layout.moments, filter_last=in_place)
@@ -243,17 +240,12 @@ def schedule(
     return Schedule(prepare, steps, prepare + steps, scratch.used, kept.used, moments=layout.moments, filter_last=in_place)
 
 
-def _of_regions(source: ConvProblem, tile: DenseNhwc, place: BufferSlice, multiprocessors: int) -> list[KernelLaunch]:
-    """The launches of the interior and of the sides of a result, whose image has a border."""
-    found = regions(source)
-    assert found is not None
-    interior = [one for one in found if one.interior]
-    launches = [_product(source, tile, [one.addressing], place, False, multiprocessors, None) for one in interior]
-    others, (rows, columns) = found[len(interior) :], SIDES[source.result_channels > SIDES[0][1]]
-    small = DenseNhwc(rows, columns, _max_stages(rows, columns, 1, False))
-    for i in range(0, len(others), PHASES):
-        some = others[i : i + PHASES]
-        launches.append(_product(source, small, [one.addressing for one in some], place, False, multiprocessors, None, some))
+def _of_regions(source: ConvProblem, tile: DenseNhwc, place: BufferSlice, mn_major: bool, multiprocessors: int) -> list[KernelLaunch]:
+    """The launches of a result whose image has a border: its interior and its sides, those with most taps first."""
+    found, launches = sorted(regions(source) or (), key=lambda one: -math.prod(one.addressing.taps)), []
+    for first in range(0, len(found), REGIONS[-1]):
+        some = found[first : first + REGIONS[-1]]
+        launches.append(_product(source, tile, [one.addressing for one in some], place, mn_major, multiprocessors, None, some))
     return launches
 
 
@@ -290,25 +282,27 @@ def _product(
 ) -> KernelLaunch:
     """The launch of some phases. It notes moments if it is given a place for their `parts`. `sides`: of a result with a border."""
     unpacked, _ = _addressed(problem)
-    boxes = [None if sides else _box(problem, config, addressing, parts is not None) for addressing in addressings]
+    inside = [one.interior for one in sides] or [True] * len(addressings)
+    boxes = [_box(problem, config, one, parts is not None) if own else None for one, own in zip(addressings, inside, strict=True)]
     args = tuple(_arguments(problem, config, one, box, parts is not None) for one, box in zip(addressings, boxes, strict=True))
     args = tuple(one._replace(**in_words(side)) for one, side in zip(args, sides, strict=True)) if sides else args
-    phases = 1 if count_phases(problem) == 1 and not sides else PHASES
-    args += (args[-1]._replace(tiles=0),) * (phases - len(addressings))  # empty phases fill the kernel's parameter
+    several = next(n for n in REGIONS if n >= len(sides)) if sides else PHASES
+    phases = 1 if count_phases(problem) == 1 and not sides else several
+    tiles, ends = sum(phase.tiles for phase in args), accumulate(phase.tiles for phase in args)
+    args = tuple(phase._replace(tiles=end) for phase, end in zip(args, ends, strict=True))
+    args += args[-1:] * (phases - len(addressings))  # empty phases fill the kernel's parameter
     rows = ROW, _last_row(problem)
     maps = []
+    seen: Sequence[tuple[Size3, Size3] | None] = [(side.first, side.length) for side in sides] or [None] * len(addressings)
     for row in rows:
-        mapped = zip(addressings, boxes, strict=True)
-        images = [image_map(problem, INPUT, unpacked, one, config.BLOCK_M, row, box=box) for one, box in mapped]
-        if sides:
-            seen = [(side.addressing, (side.first, side.length)) for side in sides]
-            images = [image_map(problem, INPUT, unpacked, addressing, config.BLOCK_M, row, part) for addressing, part in seen]
+        mapped = zip(addressings, seen, boxes, strict=True)
+        images = [image_map(problem, INPUT, unpacked, one, config.BLOCK_M, row, part, box) for one, part, box in mapped]
         maps += images + [images[-1]] * (phases - len(addressings))
     maps += [_filter_map(problem, config, place, mn_major, row) for row in rows]
     structs: tuple[tuple[int, ...], ...] = args
     if phases > 1:
         structs += (repeat_arguments(problem, unpacked, 1, repeats(problem)),)
-    tiles, transposing = sum(phase.tiles for phase in args), mn_major and problem.itemsize == 4
+    transposing = mn_major and problem.itemsize == 4
     fitting = multiprocessors * _blocks_per_sm(config)
     grid = tiles * config.CLUSTER if config.CLUSTER > 1 else min(tiles, fitting)
     defines = {
@@ -383,12 +377,10 @@ def _arguments(
 
 
 def filter_key(problem: ConvProblem, config: DenseNhwc) -> Hashable:
-    """Equal for problems whose filter is transposed alike."""
     return "transposed", problem.direction, problem.dtype, problem.C, problem.K, problem.filter_size
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
-    """A text for each tile, cluster, type, filter layout, and for one or more phases."""
     for (rows, columns), clusters in (PHASED_TILES | TILES).items():
         for mn_major, cluster, kind in product((0, 1), clusters, ELEMENTS.values()):
             stages = _max_stages(rows, columns, cluster, bool(mn_major and kind != FLOAT))
@@ -397,20 +389,18 @@ def variants(device: Device) -> Iterator[VariantSet]:
                 "W_MN_MAJOR": (mn_major,), "CLUSTER": (cluster,), "PHASES": (1, PHASES),
             }  # fmt: skip
             yield VariantSet("hopper_dense", choices, _is_listed, "sm_90a")
-            if (rows, columns) in SIDES and not mn_major and cluster == 1:
-                yield VariantSet("hopper_dense", choices | {"PHASES": (PHASES,), "BORDERED": (1,)}, _is_listed, "sm_90a")
+            if cluster == 1 and not (mn_major and kind == FLOAT):
+                yield VariantSet("hopper_dense", choices | {"PHASES": REGIONS, "BORDERED": (1,)}, _is_listed, "sm_90a")
     yield from transpose_filter.variants()
 
 
 def _is_listed(d: Mapping[str, int]) -> bool:
-    """Whether a product with these defines is ever launched."""
     if d["W_MN_MAJOR"] and d["TYPE"] == FLOAT and not _may_transpose(d["BLOCK_M"], d["BLOCK_N"]):
         return False
-    return d["CLUSTER"] in (TILES if d["PHASES"] == 1 else PHASED_TILES).get((d["BLOCK_M"], d["BLOCK_N"]), ())
+    return d["CLUSTER"] in (PHASED_TILES if d["PHASES"] == PHASES else TILES).get((d["BLOCK_M"], d["BLOCK_N"]), ())
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[DenseNhwc]:
-    """The configurations worth comparing for `problem`."""
     addressings = _addressed(problem)[1]
     blocks, mn_major = _blocks(problem, addressings[0]), _reads_mn_major(problem)
     for (rows, columns), clusters in (TILES if count_phases(problem) == 1 else PHASED_TILES).items():

@@ -21,7 +21,7 @@ from pycuda_conv.engines.geometry import Phase, near_sides
 from pycuda_conv.problem import ConvProblem, Size3
 
 MOST_TAPS = 8  # along an axis: each has a byte of a word
-MOST_REGIONS = 26  # beside the interior: all sides of a volume for three taps
+MOST_REGIONS = 48  # beside the interior: six rows and columns at sides that are reflected, of a gradient of five taps
 
 
 @dataclass(frozen=True)
@@ -141,12 +141,10 @@ def _region(source: ConvProblem, box: tuple[_Segment, ...], dims: int) -> Region
         if not lowest <= low[i] <= highest or not lowest <= upper <= highest or max(box[i].offsets) > min(OFFSETS[dims], 255):
             return None
     pad, taps = size3([-one.low for one in box]), size3([len(one.taps) for one in box])
-    interior = all(one.interior for one in box)
-    backwards = interior and source.direction == "dgrad"
-    base = size3([tap - 1 for tap in taps]) if backwards else (0, 0, 0)
     phase = Phase(size, size3([one.origin for one in box]), ones, taps, (0, 0, 0), ones, stride, pad, source.dilation)
-    addressing = PhaseAddressing(phase, taps, stride, low, source.dilation, base, (-1, -1, -1) if backwards else ones, dims, False)
+    addressing = PhaseAddressing(phase, taps, stride, low, source.dilation, (0, 0, 0), ones, dims, False)
     numbers, offsets = ((d, h, w) for d, h, w in ([one.taps for one in box], [one.offsets for one in box]))
+    interior = all(one.interior for one in box)
     return Region(addressing, size3([one.first for one in box]), size3([one.length for one in box]), numbers, offsets, interior)
 
 

@@ -12,17 +12,20 @@ from itertools import groupby
 
 from pycuda_conv import borders
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_last_strides, filter_strides, near_sides, needs_64_bits
+from pycuda_conv.engines.layout import transpose_filter
 from pycuda_conv.engines.schedule import INPUT, OPERANDS, RESULT, WEIGHT, grid_refusal
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, FLOAT, HALF, is_multiplied, products
 from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
-from pycuda_conv.runtime.base import Device, KernelLaunch
+from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch
 
 THREADS = 256
 VECTORS = {"float16": 8, "bfloat16": 8, "float32": 4, "float64": 1}  # neighbouring channels of a thread where each is a group
 LEAST_CHANNELS = 16  # of a group, from which on tensor cores multiply
+ITEMS, ENOUGH = 8, 128 * 1024  # planes of a thread, where so many threads are left
 RESULTS, CHANNELS = 64, 64  # of a block on tensor cores
+SHARED = 3 * (RESULTS + CHANNELS) * 144  # bytes of its stages
 FORWARD, ADDS, ANEW = 0, 1, 2  # rims.cuh
 
 #: Products of channels of a group by whose filter a gradient is asked for.
@@ -79,7 +82,7 @@ def refusal(problem: ConvProblem) -> str | None:
 def _vector(problem: ConvProblem) -> int:
     """Channels of a thread."""
     vector = VECTORS[problem.dtype]
-    return vector if problem.layout == "NHWC" and problem.C == problem.K == problem.groups and problem.C % vector == 0 else 1
+    return vector if problem.layout == "NHWC" and _alone(problem) and problem.C % vector == 0 else 1
 
 
 def results(problem: ConvProblem) -> int:
@@ -118,9 +121,20 @@ def product_blocks(problem: ConvProblem) -> int:
 def _threads(problem: ConvProblem) -> tuple[int, int, int]:
     """Threads of the launch; and of these the ones along channels, and items of all."""
     vector, channels = _vector(problem), problem.result_channels
-    items = 4 if vector > 1 else 8
     chunks, outer = (channels // vector, problem.N) if problem.layout == "NHWC" else (1, problem.N * channels)
-    return results(problem) * chunks * ceil(outer, items), chunks, outer
+    return results(problem) * chunks * ceil(outer, _items(problem)), chunks, outer
+
+
+def _items(problem: ConvProblem) -> int:
+    """Planes of a thread, or with channels last images: several where there are enough threads all the same."""
+    outer = problem.N if problem.layout == "NHWC" else problem.N * problem.result_channels
+    many = results(problem) * problem.N * problem.result_channels >= ENOUGH * ITEMS
+    return ITEMS if _vector(problem) == 1 and outer >= ITEMS and (many or needs_64_bits(problem)) else 1
+
+
+def _alone(problem: ConvProblem) -> bool:
+    """Whether each channel is a group."""
+    return problem.C == problem.K == problem.groups
 
 
 def on_tensor_cores(problem: ConvProblem, device: Device) -> bool:
@@ -129,8 +143,25 @@ def on_tensor_cores(problem: ConvProblem, device: Device) -> bool:
     return able and min(problem.C, problem.K) // problem.groups >= LEAST_CHANNELS
 
 
-def launch(problem: ConvProblem, device: Device, filter_last: bool = False) -> KernelLaunch:
-    """The launch, which follows those for zeros around the image. `filter_last`: the filter's second axis is last in memory."""
+def transposes(problem: ConvProblem, device: Device) -> bool:
+    """Whether the launch multiplies by a filter whose channels of x are neighbours: then 16 bytes of them are loaded at once."""
+    read = problem.operand_channels // problem.groups
+    in_rows = (problem.groups == 1 or problem.direction == "fprop") and problem.layout not in OF_FILTER
+    return in_rows and on_tensor_cores(problem, device) and read * problem.itemsize % 16 == 0
+
+
+def transposed(problem: ConvProblem, place: BufferSlice, filter_last: bool = False) -> KernelLaunch:
+    """The launch that makes such a filter."""
+    _, row, channel = filter_strides(problem)
+    steps = (1, problem.weight_shape[1], math.prod(problem.weight_shape[1:])) if filter_last else (row, 1, channel)
+    return transpose_filter.launch(problem, place, steps)
+
+
+def launch(problem: ConvProblem, device: Device, filter_last: bool = False, place: BufferSlice | None = None) -> KernelLaunch:
+    """The launch, which follows those for zeros around the image.
+
+    `filter_last`: the filter's second axis is last in memory. `place`: where it lies :func:`transposed`.
+    """
     if problem.layout in OF_FILTER:
         return _of_filter(problem, filter_last)
     (size, chunks, outer), tiles = _threads(problem), ceil(results(problem) * problem.N, RESULTS)
@@ -138,6 +169,8 @@ def launch(problem: ConvProblem, device: Device, filter_last: bool = False) -> K
     if filter_last:
         w_made, w_read, w_tap = filter_last_strides(problem)
     made, read = problem.result_channels // problem.groups, problem.operand_channels // problem.groups
+    if place is not None:
+        w_made, w_read, w_tap = read * math.prod(problem.filter_size), 1, read
     before, after = problem.border_sizes
     shift = [n - own if problem.direction == "dgrad" else n for n, own in zip(problem.padding_before, before, strict=True)]
     parts = [[*axis, (n, 0), (n, 0)][:2] for n, axis in zip(problem.result_size, runs(problem), strict=True)]
@@ -151,13 +184,14 @@ def launch(problem: ConvProblem, device: Device, filter_last: bool = False) -> K
         **by_axis("rim_", rim), **by_axis("plain_", [n - own for n, own in zip(problem.result_size, rim, strict=True)]),
     )  # fmt: skip
     if on_tensor_cores(problem, device):
-        blocks = product_blocks(problem)
-        wide = problem.layout == "NHWC" and read * problem.itemsize % 16 == 0
-        texts = {"TYPE": ELEMENTS[problem.dtype], "PRODUCTS": products(problem), "WIDE_LOADS": int(wide), "GRADIENT": _gradient(problem)}
-        return KernelLaunch("rims_product", texts, blocks, THREADS, OPERANDS, (), arguments=args)
+        wide = 0 if w_read > 1 or not transposes(problem, device) else 2 if problem.layout == "NHWC" else 1
+        texts = {"TYPE": ELEMENTS[problem.dtype], "PRODUCTS": products(problem), "WIDE": wide, "GRADIENT": _gradient(problem)}
+        buffers = OPERANDS if place is None else (OPERANDS[0], place, *OPERANDS[2:])
+        return KernelLaunch("rims_product", texts, product_blocks(problem), THREADS, buffers, (), shared=SHARED, arguments=args)
     defines = {
         "DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(needs_64_bits(problem)), "THREADS": THREADS,
-        "NHWC": int(problem.layout == "NHWC"), "VECTOR": _vector(problem), "GRADIENT": _gradient(problem),
+        "NHWC": int(problem.layout == "NHWC"), "VECTOR": _vector(problem), "GRADIENT": _gradient(problem), "ITEMS": _items(problem),
+        "ALONE": int(_alone(problem)),
     }  # fmt: skip
     return KernelLaunch("border_rims", defines, ceil(size, THREADS), THREADS, OPERANDS, (), "rims", arguments=args)
 
@@ -188,12 +222,13 @@ def variants(device: Device) -> Iterator[VariantSet]:
     for dtype, vector in VECTORS.items():
         gradient = FORWARD, ANEW if ELEMENTS.get(dtype) in (HALF, BFLOAT) else ADDS
         choices = {"DTYPE": (DTYPE_CODES[dtype],), "INDEX_64": FLAG, "THREADS": (THREADS,), "GRADIENT": gradient}
-        yield VariantSet("rims", choices | {"NHWC": (1,), "VECTOR": (1, vector)[: 1 + (vector > 1)]})
-        yield VariantSet("rims", choices | {"NHWC": (0,), "VECTOR": (1,)})
+        yield VariantSet("rims", choices | {"NHWC": FLAG, "VECTOR": (1,), "ITEMS": (1, ITEMS), "ALONE": FLAG})
+        if vector > 1:
+            yield VariantSet("rims", choices | {"NHWC": (1,), "VECTOR": (vector,), "ITEMS": (1,), "ALONE": (1,)})
     for lanes, threads in OF_FILTER.values():
         choices = {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "THREADS": (threads,), "LANES": (lanes,)}
         yield VariantSet("rims_filter", choices)
     if device.backend == "cuda" and device.capability >= (8, 0):
-        choices = {"PRODUCTS": (1, 3), "WIDE_LOADS": FLAG}
+        choices = {"PRODUCTS": (1, 3), "WIDE": (0, 1, 2)}
         yield VariantSet("rims_product", choices | {"TYPE": (HALF, BFLOAT), "GRADIENT": (FORWARD, ANEW)}, is_multiplied)
         yield VariantSet("rims_product", choices | {"TYPE": (FLOAT,), "GRADIENT": (FORWARD, ADDS)}, is_multiplied)
