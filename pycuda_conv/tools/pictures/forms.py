@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 
-
 #: Notes by Pillow's names, and what they are; "response" is what a PNG says of its colours in chunks.
 WORDS = {
-    "icc_profile": "colour profile", "exif": "camera's notes", "dpi": "resolution", "comment": "comment", "text": "texts", "xmp": "XMP notes",
-    "response": "colours' response",
+    "icc_profile": "colour profile", "exif": "camera's notes", "dpi": "resolution", "comment": "comment", "text": "texts",
+    "xmp": "XMP notes", "response": "colours' response",
 }  # fmt: skip
 
 

@@ -22,7 +22,9 @@ OTHER_TAGS = (269, 271, 272, 274, 285, 301, 315, 316, 318, 319, 700, 33432, 3372
 #: Tags that point to further notes, which are not.
 POINTERS = (34665, 34853)
 #: What tifffile's writer of OME-TIFF takes of the elements Pixels, Channel and Plane.
-OME_PIXELS = {"SignificantBits", "TimeIncrement", "TimeIncrementUnit", *(f"PhysicalSize{axis}{unit}" for axis in "XYZ" for unit in ("", "Unit"))}
+OME_PIXELS = {
+    "SignificantBits", "TimeIncrement", "TimeIncrementUnit", *(f"PhysicalSize{axis}{unit}" for axis in "XYZ" for unit in ("", "Unit")),
+}  # fmt: skip
 OME_CHANNEL = {
     "Name", "AcquisitionMode", "Color", "ContrastMethod", "EmissionWavelength", "EmissionWavelengthUnit", "ExcitationWavelength",
     "ExcitationWavelengthUnit", "Fluor", "IlluminationType", "NDFilter", "PinholeSize", "PinholeSizeUnit", "PockelCellSetting",
