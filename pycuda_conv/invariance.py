@@ -38,11 +38,11 @@ def batch_invariant(enabled: bool = True) -> Iterator[None]:
 
     Notes
     -----
-    It costs what the fastest kernel for the batch gains over the one that serves all batches. Large filters are not transformed. Other
-    GPUs, and OpenCL, have bits of their own. Gradients by the filter and by the bias sum over the images, so they depend on all of them;
-    so do statistics of a batch, and with them fused layers and batch normalisations in training. Fused layers in evaluation, and compiled
-    models' convolutions with what is fused to them, are covered: ``options={"batch_invariant": True}`` asks the backend of
-    ``torch.compile`` for it. torch's ``use_deterministic_algorithms`` promises less: the same bits for the same batch.
+    It costs what the fastest kernel for the batch gains over the one that serves all batches. Large filters of several channels are not
+    transformed. Other GPUs, and OpenCL, have bits of their own. Gradients by the filter and by the bias sum over the images, so they
+    depend on all of them; so do statistics of a batch, and with them fused layers and batch normalisations in training. Fused layers in
+    evaluation, and compiled models' convolutions with what is fused to them, are covered: ``options={"batch_invariant": True}`` asks the
+    backend of ``torch.compile`` for it. torch's ``use_deterministic_algorithms`` promises less: the same bits for the same batch.
 
     Examples
     --------

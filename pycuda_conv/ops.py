@@ -94,8 +94,8 @@ def conv2d(
     algorithm : {"direct", "fft", "batch_invariant"} or None
         By default, whatever takes the least time with elements as right as sums of products: large filters may be computed by Fourier
         transforms in float64, which are checked. ``"direct"`` is for sums of products alone. ``"fft"`` is for Fourier transforms
-        wherever there are some for the problem. On a GPU these may be float32's, whose errors are relative to the norms of the
-        filter and of the pixels that it meets, not to each element. ``"batch_invariant"`` is what `batch_invariant` asks for.
+        wherever there are some for the problem. On a GPU a library's may be float32's, whose errors are relative to the norms of
+        the filter and of the pixels that it meets, not to each element. ``"batch_invariant"`` is what `batch_invariant` asks for.
     batch_invariant : bool
         Compute each image so that its result, and its gradient by the input, have the same bits whatever images stand beside it, however
         many, and at whichever place: see :func:`pycuda_conv.batch_invariant`.

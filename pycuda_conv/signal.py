@@ -274,7 +274,7 @@ def _linear(
 
     if correlates and swap:
         made = compute.run(call, terms, _parts(weights))
-        return _flipped(first, made, not early)
+        return _flipped(first, made, not early or mode != "valid")  # where scipy's correlate2d swaps, it conjugates the other one
     return compute.run(call, terms, _parts(weights))
 
 
@@ -298,7 +298,7 @@ def _by_tensor(
 def _flipped(space: Any, made: Any, conjugates: bool) -> Any:
     for axis, n in enumerate(made.shape):
         made = space.take(made, np.arange(n)[::-1].copy(), axis)
-    return made.conj() if conjugates and space.dtype(made).startswith("complex") else made
+    return space.contiguous(made.conj()) if conjugates and space.dtype(made).startswith("complex") else made
 
 
 def _along(in1: Any, in2: Any, mode: str, axes: Any, device: Any, stream: Any) -> Any:
@@ -315,6 +315,8 @@ def _along(in1: Any, in2: Any, mode: str, axes: Any, device: Any, stream: Any) -
     along = tuple(sorted({int(a) % rank for a in found}))
     if len(along) != len(found):
         raise ValueError(f"all axes must be unique, got {axes!r}")
+    if mode == "valid":  # as in scipy, what is one element along an axis is repeated there
+        along = tuple(i for i in along if 1 not in (in1.shape[i], in2.shape[i])) or along
     others = [i for i in range(rank) if i not in along]
     if any(1 not in (in1.shape[i], in2.shape[i]) and in1.shape[i] != in2.shape[i] for i in others):
         raise ValueError(f"incompatible shapes for in1 and in2: {tuple(in1.shape)} and {tuple(in2.shape)}")

@@ -82,7 +82,7 @@ def _parsed(text: str) -> Choices:
 
 
 def _choice(problem: str, entry: Any) -> Choice:
-    """The choice that an entry is; a ``GoneError`` for one of kernels that are no more, a ``ValueError`` for what is no choice."""
+    """The choice that an entry is; a ``GoneError`` for one of kernels that this version lacks, a ``ValueError`` for what is no choice."""
     try:
         ((name, values),) = entry["config"].items()
         config, us = engines.config_from_table(name, values), entry["us"]

@@ -3,6 +3,7 @@
 
     python scripts/ablate.py --seconds 250 --json ablation.json
     python scripts/ablate.py hopper_gather+mma_few_pixels --seed 7       # what both are worth together
+    python scripts/ablate.py DepthwiseRing ImplicitGemm.schedule=pingpong       # parts of engines: a class, a field
     python scripts/ablate.py --report first.json second.json             # all that was measured, in one table
 
 Problems are drawn for this alone, with a seed of their own: random ones of all families, and layers of networks that nothing was fitted
@@ -36,7 +37,7 @@ from pycuda_conv.errors import BackendError
 from pycuda_conv.plan import Plan, as_called
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime import get_device
-from pycuda_conv.tools.ablation import PARTS, Cost, Part, Win, chosen, cost, engine_names, problems, wins
+from pycuda_conv.tools.ablation import Cost, Part, Win, chosen, cost, engine_names, pattern, problems, wins
 from pycuda_conv.tools.families import KINDS
 
 NETWORKS = "networks"  # the family of the layers below
@@ -218,7 +219,6 @@ def timed(device: Any, win: Win) -> tuple[float, float]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Measure on a GPU what each engine is worth.")
-    known = [*engine_names(), *PARTS]
     parser.add_argument("engines", nargs="*", metavar="ENGINE", help="or several, as A+B; by default each")
     parser.add_argument("--seconds", type=float, default=600, help="measure for so long (default 600)")
     parser.add_argument("--seed", type=int, default=20261128, help="of the problems")
@@ -233,11 +233,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     for name in options.engines:
         for one in name.split("+"):
-            if one not in known:
-                parser.error(f"there is no engine {one}; there are {', '.join(known)}")
+            pattern(one)  # a wrong name is refused
     began, device = time.monotonic(), get_device("cuda")
     gpu = {"capability": device.capability, "multiprocessors": device.multiprocessors, "model": device.model}
-    names = options.engines or [name for name, engine in engine_names().items() if engine.unsupported(device) is None] + list(PARTS)
+    names = options.engines or [name for name, engine in engine_names().items() if engine.unsupported(device) is None]
     counts, of = drawn_in_parts(names, gpu, options)
     print(f"{sum(counts.values()):,} problems drawn in {time.monotonic() - began:.0f} s on {device.model}", flush=True)
     for name, win, coming in compiled_in_turn(of, device, options):

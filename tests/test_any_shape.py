@@ -65,6 +65,7 @@ FUNCTIONS = {
 }  # fmt: skip
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("constants", [False, True])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_new_size_of_a_known_layer_compiles_nothing(device, name, constants, monkeypatch):
@@ -210,7 +211,8 @@ LAYERED = [
 
 @pytest.mark.parametrize(("case", "config"), LAYERED, ids=[str(case) for case, _ in LAYERED])
 def test_the_constants_of_a_layer_change_no_bit(device, case, config, request, monkeypatch):
-    if config in (direct.Single(), direct.Tile(1, 256, 1), direct.Batched(BLOCK_K=4), direct.Dgrad(BLOCK_C=2), direct.Wgrad(TAPS=5)):  # one of each kernel
+    one_of_each = direct.Single(), direct.Tile(1, 256, 1), direct.Batched(BLOCK_K=4), direct.Dgrad(BLOCK_C=2), direct.Wgrad(TAPS=5)
+    if config in one_of_each:
         request.getfixturevalue("optimised")
     monkeypatch.setenv("PYCUDA_CONV_BACKGROUND", "1")
     plan = Plan(asked(case, "fp32"), device, config=config)

@@ -13,6 +13,8 @@ import pycuda_conv as pc
 import pycuda_conv.nn as pn
 from pycuda_conv import ConvArgumentError, ConvProblem, Plan, background, engines
 from pycuda_conv.engines import registry
+from pycuda_conv.engines.compose.delegate import parsed
+from pycuda_conv.engines.fft import blocks
 from pycuda_conv.memo import forget_plans
 from pycuda_conv.plan import as_called
 from pycuda_conv.runtime.target import Target
@@ -74,7 +76,31 @@ def test_nothing_else_chooses_by_the_batch():
         ]
         assert {engines.order(problem, one) for one in others} == {order}
     large = ConvProblem.forward(2, (1, 1, 900, 900), (1, 1, 300, 300), algorithm="batch_invariant")
-    assert registry.engine_of(engines.choose(large, device)) not in registry.TRANSFORMS
+    assert registry.engine_of(engines.choose(large, device)) is blocks
+    several = ConvProblem.forward(2, (1, 8, 200, 200), (8, 8, 60, 60), algorithm="batch_invariant")
+    assert registry.engine_of(engines.choose(several, device)) not in registry.TRANSFORMS
+
+
+def test_a_transform_is_of_blocks_of_one_image(device):
+    """A pair of blocks of two images would round each image by the other's size: here three blocks of an image are of ordinary size, and others are huge."""
+    config, rng = engines.BlockFft(64, 64), np.random.default_rng(5)
+    x, w = rng.standard_normal((4, 1, 100, 50)), rng.standard_normal((1, 1, 21, 15))
+    x[1:] *= 1e7
+    for algorithm, same in (("batch_invariant", True), ("fft", False)):
+        layer = ConvProblem.forward(2, x.shape, w.shape, padding=(10, 7), dtype="float64", algorithm=algorithm)
+        together = Plan(layer, device, config=config)(x, w)
+        alone = [Plan(replace(layer, N=1), device, config=config)(x[i : i + 1], w) for i in range(4)]
+        assert np.array_equal(together, np.concatenate(alone)) == same
+        wanted = torch.nn.functional.conv2d(torch.tensor(x), torch.tensor(w), padding=(10, 7)).numpy()
+        assert np.abs(together - wanted).max() < 1e-12 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("images", [16, 33])
+def test_a_batch_too_large_for_the_layer_s_kernels_is_computed_in_parts(images):
+    """It was refused, as if no launch could have so many blocks."""
+    device, layer = Target("sm_90a"), ConvProblem.forward(2, (15, 64, 1024, 1024), (128, 64, 1, 1), algorithm="batch_invariant")
+    some, many = (engines.choose(one, device) for one in (layer, replace(layer, N=images)))
+    assert engines.order(replace(layer, N=many.IMAGES), parsed(many.DELEGATE)) == engines.order(layer, some)
 
 
 def test_numbers_too_small_for_limbs_are_mended_image_by_image():

@@ -57,7 +57,9 @@ def test_what_was_noticed_is_tried_again_where_its_line_is_now(breaking):
         {"was": "  gone();", "now": "  ;", "noticed": "a test"}, {"was": "  return;", "now": "  ;", "noticed": None},
     ]  # fmt: skip
     found = breaking.still_there(file, rows)
-    assert [(path.name, place.number, place.now) for path, place in found] == [("kernel.cu", 11, "    ;"), ("header.cuh", 3, "  arrive(3);")]
+    assert [(path.name, place.number, place.now) for path, place in found] == [
+        ("kernel.cu", 11, "    ;"), ("header.cuh", 3, "  arrive(3);")
+    ]
 
 
 def test_what_tests_run_is_kept(breaking, tmp_path):

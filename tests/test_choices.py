@@ -160,8 +160,8 @@ def test_without_a_part_of_an_engine():
 
     problem, target = ConvProblem.forward(2, (64, 64, 56, 56), (256, 64, 3, 3), padding=1, dtype="float16"), Target("sm_90a")
     in_turn = [config for config in hopper_gemm.configs(problem, target) if config.is_pingpong]
-    assert in_turn and all(ablation.belongs(config, "pingpong") for config in in_turn)
-    with ablation.without(["pingpong"]):
+    assert in_turn and all(ablation.belongs(config, "ImplicitGemm.schedule=pingpong") for config in in_turn)
+    with ablation.without(["ImplicitGemm.schedule=pingpong"]):
         found = [config for _, config in registry.predictions(problem, target)]
         assert not set(in_turn) & set(found) and any(type(config) is hopper_gemm.ImplicitGemm for config in found)
         assert registry.choose(problem, target) not in in_turn

@@ -36,7 +36,11 @@ def test_an_image_a_border_and_what_follows(device):
     x, w, b, s = (drawn(rng, shape, "complex64") for shape in ((9, 8), (3, 3), (1,), (1,)))
     r = drawn(rng, (9, 8), "complex64")
     wide = np.pad(x, 1, constant_values=2.0)
-    exact = F.conv2d(torch.from_numpy(wide[None, None].astype(complex)), torch.from_numpy(w[None, None].astype(complex)))[0, 0].numpy() * s + b + r
+    exact = (
+        F.conv2d(torch.from_numpy(wide[None, None].astype(complex)), torch.from_numpy(w[None, None].astype(complex)))[0, 0].numpy() * s
+        + b
+        + r
+    )
     out = np.empty_like(r)
     made = pc.conv2d(x, w, b, scale=s, residual=r, padding=1, padding_mode="constant", padding_value=2.0, out=out, device=device)
     assert made is out

@@ -1,4 +1,5 @@
-"""The pages that write an engine: their kernel, module and cases, put where the page says into a copy of the tree, pass what is asked of every engine.
+"""The pages that write an engine: their kernel, module and cases, put where the page says into a copy of the tree, pass what is asked of
+every engine.
 
 No other file of the copy changes.
 """
@@ -72,7 +73,9 @@ def tree(page: str, folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize("page", PAGES)
 def test_its_engine_passes_what_is_asked_of_every_engine(page, tmp_path):
     _, tests, words, count = PAGES[page]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", *(f"tests/{name}" for name in tests), "-k", words]
+    command = [
+        sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", *(f"tests/{name}" for name in tests), "-k", words
+    ]
     done = subprocess.run(command, cwd=tmp_path, env=tree(page, tmp_path), capture_output=True, text=True, timeout=900, check=False)
     passed = re.search(r"(\d+) passed", done.stdout)
     assert done.returncode == 0 and passed and int(passed[1]) >= count, done.stdout[-3000:] + done.stderr[-1000:]
@@ -80,5 +83,8 @@ def test_its_engine_passes_what_is_asked_of_every_engine(page, tmp_path):
 
 def test_it_runs_on_the_cpu(tmp_path):
     pytest.importorskip("pyopencl")
-    done = subprocess.run([sys.executable, "-c", PORTABLE], cwd=tmp_path, env=tree("engine.md", tmp_path), capture_output=True, text=True, timeout=900, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", PORTABLE], cwd=tmp_path, env=tree("engine.md", tmp_path), capture_output=True, text=True, timeout=900,
+        check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -61,7 +61,8 @@ def test_it_has_what_the_protocol_names(engine):
 def test_it_imports_none_of_its_peers_and_its_kernels_have_its_name(engine):
     path = Path(engine.__file__)
     assert not imported(path) & {peer.__name__ for peer in registry.ENGINES}
-    assert list(runtime.KERNEL_DIR.rglob(f"{path.stem}*.cu")) or (runtime.KERNEL_DIR / path.stem).is_dir()
+    own = any(engine.MOST_VARIANTS.values())  # one that gives others parts of its problem has no kernels
+    assert not own or list(runtime.KERNEL_DIR.rglob(f"{path.stem}*.cu")) or (runtime.KERNEL_DIR / path.stem).is_dir()
     assert all(cls.__module__.startswith(f"{engine.__package__}.") for cls in engine.CONFIGS)
 
 
@@ -111,7 +112,9 @@ def test_nothing_tells_engines_apart_by_their_configurations():
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"{device.backend}-{device.capability}")
 def test_the_choice_is_the_shortest_prediction_of_any_engine(device):
     depthwise = fprop((64, 144, 56, 56), (144, 1, 3, 3), groups=144)
-    for case, layout in product((fprop((64, 64, 56, 56), (64, 64, 3, 3), padding=1), fprop((2, 8, 9, 9), (8, 8, 3, 3)), depthwise), ("NCHW", "NHWC")):
+    for case, layout in product(
+        (fprop((64, 64, 56, 56), (64, 64, 3, 3), padding=1), fprop((2, 8, 9, 9), (8, 8, 3, 3)), depthwise), ("NCHW", "NHWC")
+    ):
         problem = case.problem(layout=layout)
         peers = [peer for peer in registry.ENGINES if peer.unsupported(device) is None and layout in peer.LAYOUTS]
         us, chosen = min((one for peer in peers if (one := peer.choose(problem, device))), key=lambda one: one[0])

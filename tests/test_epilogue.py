@@ -498,10 +498,12 @@ def test_the_functions_on_a_gpu(torch, case, mode):
         captured = layer(x, residual=r)
     captured.fill_(float("nan"))
     graph.replay()
+    other = r.contiguous() if layout == "NHWC" else channels_last(r)
     found = {
-        "a residual of the other layout": function(case)(x, w, b, residual=r.contiguous() if layout == "NHWC" else channels_last(r), **options),
-        "out as the residual": function(case)(x, w, b, residual=outs[0], out=outs[0], **options), "a plan": plan(x, w, b, scale=s, residual=r),
-        "a bound plan": layer(x, residual=r), "its out as the residual": layer(x, residual=outs[1], out=outs[1]), "a graph": captured,
+        "a residual of the other layout": function(case)(x, w, b, residual=other, **options),
+        "out as the residual": function(case)(x, w, b, residual=outs[0], out=outs[0], **options),
+        "a plan": plan(x, w, b, scale=s, residual=r),
+        "a bound plan": layer(x, residual=r), "its out as the residual": layer(x, residual=outs[1], out=outs[1]), "a graph": captured
     }  # fmt: skip
     assert [what for what, one in found.items() if not torch.equal(one, y)] == []
 

@@ -21,7 +21,7 @@ from pycuda_conv.engines.direct.gemm import Gemm
 from pycuda_conv.engines.hopper.gemm import ImplicitGemm
 from pycuda_conv.execute import pipeline
 from pycuda_conv.plan import reads_channels_last
-from pycuda_conv.runtime import compile_queue, get_device
+from pycuda_conv.runtime import get_device
 
 pytestmark = pytest.mark.gpu
 
@@ -339,7 +339,9 @@ def test_a_plan_keeps_the_layout_of_its_problem(transposed, ndim, kind):
             strides = np.array(got.stride() if kind == "torch" else got.strides)
             assert list(strides // strides.min()) == [s // 4 for s in memory.transpose(back).strides]
             assert plan(given, w, b, out=out) is out
-            assert np.array_equal(host(out), expected.transpose(order) if kind == "foreign" else expected)  # whose owner lies in memory's order
+            assert np.array_equal(
+                host(out), expected.transpose(order) if kind == "foreign" else expected
+            )  # whose owner lies in memory's order
 
 
 @pytest.mark.parametrize(("offset", "dtype"), by_turns(range(1, 9), DTYPES))
@@ -1078,12 +1080,6 @@ def test_a_thousand_runs_give_the_same_bits(torch, way):
     way.x.copy_(torch.from_numpy(way.case.normals("float32")[0]))
     first = way().clone()
     assert all(torch.equal(way(), first) for _ in range(1000))
-
-
-def test_a_device_with_compiled_kernels_needs_no_nvcc_for_a_known_problem(monkeypatch):
-    pc.conv2d(*CASE.integers("float32"), padding=1)
-    monkeypatch.setattr(compile_queue.CompileQueue, "compile", lambda *_: pytest.fail("compiled again"))
-    Plan(CASE.problem(), "cuda")
 
 
 # ---- more than 2^31 elements; last, since an access outside an array would end the context for the tests after it

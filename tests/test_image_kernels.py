@@ -117,7 +117,8 @@ def test_sums_of_filters_are_one_launch(simulated):
     assert [kernel for kernel, *_ in simulated[2:]] == ["separable", "separable"]
 
 
-#: Filters of several blocks and steps; then short ones of rows whose length is a multiple of four, and some along one axis of such, and the kernels that are launched:
+#: Filters of several blocks and steps; then short ones of rows whose length is a multiple of four, and some along one axis of such, and the
+#: kernels that are launched:
 #: filters wider than images, all borders, NaN and Inf beside.
 FILTERS = (
     ("gaussian_filter", (150, 300), "float32", {"sigma": 3.0}, None),
@@ -175,6 +176,16 @@ def test_filters_of_all_shapes(simulated, monkeypatch, number, strange):
     assert kernels is None or [step.kernel for step in launched] == [f"images_{kernel}" for kernel in kernels]
 
 
+class Block:
+    """Memory of such a GPU."""
+
+    def __init__(self, a):
+        self.a = a
+
+    def __int__(self):
+        return self.a.__array_interface__["data"][0]
+
+
 class StandIn:
     """A GPU whose memory is the host's, for the way of host arrays; copies happen at once."""
 
@@ -189,15 +200,15 @@ class StandIn:
     def pipeline_streams(self):
         return (SimpleNamespace(synchronize=lambda: None),) * 3
 
-    def GPUArray(self, shape, dtype, allocator):
-        return self.array(np.full(shape, 77, dtype))
+    def GPUArray(self, shape, dtype, allocator, gpudata):
+        return self.array(gpudata.a.view(dtype)[: np.prod(shape)].reshape(shape))
 
     def array(self, a):
         place = a.__array_interface__["data"][0]
         return SimpleNamespace(a=a, shape=a.shape, gpudata=place, dtype=a.dtype)
 
     def allocate(self, nbytes):
-        """Not called."""
+        return Block(np.full(nbytes, 77, np.uint8))
 
     def order(self, first, second):
         """Nothing waits."""
@@ -227,12 +238,13 @@ def test_host_arrays_go_in_bands(monkeypatch, pinned, border):
     monkeypatch.setattr(staged, "LEAST_BAND", 3000)
     monkeypatch.setattr(staged, "space_of", lambda kind: gpu)
     copies = SimpleNamespace(
-        to_device=lambda to, array, stream: moved(to, place(array), array.nbytes), to_host=lambda array, at, stream: moved(place(array), at, array.nbytes)
+        to_device=lambda to, array, stream: moved(to, place(array), array.nbytes),
+        to_host=lambda array, at, stream: moved(place(array), at, array.nbytes)
     )
     monkeypatch.setattr(staged, "copies", copies)
     on_cpu = launches.Bench(space_of(kind_of("x", x)), get_device("opencl"))
     bench = SimpleNamespace(space=SimpleNamespace(kind=SimpleNamespace(to_numpy=lambda array, name: array)), device=gpu)
-    parts = []
+    parts, called = [], []
 
     def run(on, there, terms):
         parts.append(launches.passes(on_cpu, there.a, terms[0], 0.0, "float32"))
@@ -246,11 +258,21 @@ def test_host_arrays_go_in_bands(monkeypatch, pinned, border):
         return gpu.array(parts[-1])
 
     terms = [[Pass(0, taps, 8, border), Pass(1, taps, 8, border)]]
-    for _ in range(2):  # the second time the same launches are made
-        got = staged.joined(bench, x, terms, 0.0, "float32", None, x.shape, run)
+    monkeypatch.setattr(staged, "get_device", lambda asked: gpu)
+
+    @staged.repeatable
+    def blurred(x, sigma):
+        called.append(x.dtype)
+        return staged.joined(bench, x.astype("float32", copy=False), terms, 0.0, "float32", None, x.shape, run)
+
+    half = np.zeros((200, 60), np.float16)
+    for same in range(3):  # the same launches are made again
+        got = staged.joined(bench, x, terms, 0.0, "float32", None, x.shape, run) if same < 1 else blurred(x, 2.0)
         assert len(parts) == (1 if border == "wrap" else 16)
+        assert not blurred(half, 2.0).any()  # another array is converted first
         np.testing.assert_array_equal(got, launches.passes(on_cpu, x, terms[0], 0.0, "float32"))
         x = x + 1
+    assert called == ["float16", "float32", "float16", "float16"]
     assert bool(gpu.uses) == (not pinned and border != "wrap")  # the two buffers took turns
     got = staged.joined(bench, x, [terms[0][:1]], 0.0, "float32", None, x.shape, run)
     np.testing.assert_array_equal(got, launches.passes(on_cpu, x, terms[0][:1], 0.0, "float32"))

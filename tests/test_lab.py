@@ -25,7 +25,7 @@ def test_the_index_lists_every_page():
 
 
 #: How pages call the engines whose kernels have other names.
-KERNELS = {"fft": "fft/tiles.cu", "blocks": "fft/blocks", "direct": "direct/single.cu"}
+KERNELS = {"blocks": "fft/blocks", "direct": "direct/single.cu"}
 
 
 def test_every_engine_has_a_page():

@@ -1,24 +1,22 @@
-"""Engines that transform large filters, by tiles, by blocks and by a library: what each of them is asked alike."""
+"""Engines that transform large filters, by blocks and by a library: what each of them is asked alike."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from cases import blocks as of_blocks
-from cases import fft as of_tiles
 from reference import TINY, assert_alike, assert_close, fprop, run
 
 from pycuda_conv import ConvProblem, Plan, engines
-from pycuda_conv.engines import BlockFft, Fft, LibraryFft
-from pycuda_conv.engines.fft import blocks, fft
-from pycuda_conv.engines.schedule import Buffer
+from pycuda_conv.engines import BlockFft, LibraryFft
+from pycuda_conv.engines.fft import blocks
 from pycuda_conv.runtime import get_device, transforms
 from pycuda_conv.runtime.target import Target
 
 H200 = Target("sm_90a")
 CASE = fprop((2, 2, 90, 100), (2, 1, 21, 17), groups=2, padding=8)
 LINE, VOLUME = (next(case for case in of_blocks.SHAPES if case.ndim == ndim) for ndim in (1, 3))
-CONFIGS = {"tiles": Fft(64, 128), "blocks": BlockFft(128, 192), "library": LibraryFft()}
+CONFIGS = {"blocks": BlockFft(128, 192), "library": LibraryFft()}
 
 
 def plan(engine: str, device: str, case=CASE) -> Plan:
@@ -113,19 +111,15 @@ def test_a_worse_transform_is_noticed(device, monkeypatch, engine):
 
 # ---- the filter's spectrum, kept
 
-PACKED = [(fft, case, Fft(*tile), "fft") for case, tile in zip(of_tiles.SHAPES[:7:3], fft.TILES, strict=False)]
-PACKED += [(blocks, case, BlockFft(*lengths), None) for case, lengths in list(of_blocks.SHAPES.items())[1:3]]
 
 
-@pytest.mark.parametrize(("engine", "case", "config", "algorithm"), PACKED, ids=[f"{config}-{case}" for _, case, config, _ in PACKED])
-def test_a_gpu_s_launches_with_a_packed_filter(engine, case, config, algorithm):
+@pytest.mark.parametrize(("case", "lengths"), list(of_blocks.SHAPES.items())[1:3], ids=str)
+def test_a_gpu_s_launches_with_a_packed_filter(case, lengths):
     """What a GPU launches, on OpenCL: filters' spectra are made once, in a buffer of their own."""
-    on, problem = get_device("opencl"), case.problem(algorithm=algorithm)
+    on, problem, config = get_device("opencl"), case.problem(), BlockFft(*lengths)
     schedule = engines.schedule(problem, config, H200)
 
     def with_room(steps):  # shared memory is an array of the text there
-        if engine is fft:
-            return steps
         room = {"ROOM": max(blocks.ROOM, 8 * max(of_blocks.SHAPES[case]))}
         return [[replace(one, shared=0, defines=one.defines | room) if one.shared else one for one in step] for step in steps]
 
@@ -133,17 +127,18 @@ def test_a_gpu_s_launches_with_a_packed_filter(engine, case, config, algorithm):
     y, nothing = np.full(problem.result_shape, np.nan, "f"), np.zeros(1, "f")
     workspace, packed = (np.full(n // 4, np.nan, "f") for n in (schedule.workspace_bytes, schedule.filter_bytes))
     with on:
-        on.update_host_arrays(on.schedule_launcher(with_room(schedule.prepare)), (nothing, w, None), (nothing, nothing, packed, nothing, nothing), 0)
+        on.update_host_arrays(
+            on.schedule_launcher(with_room(schedule.prepare)), (nothing, w, None), (nothing, nothing, packed, nothing, nothing), 0
+        )
         kept = packed.copy()
         on.update_host_arrays(on.schedule_launcher(with_room(schedule.steps)), (x, w, b), (y, workspace, packed, nothing, nothing), 0)
     assert np.array_equal(kept, packed, equal_nan=True)
     assert np.array_equal(y, run(Plan(problem, "opencl", config=config), x, w, b))
-    assert engine is blocks or all(one.buffers[9] == Buffer.PACKED for step in schedule.steps for one in step if one.kernel == "fft_tiles")
 
 
-@pytest.mark.parametrize(("engine", "config", "other"), [(fft, Fft(), Fft(128, 128)), (blocks, BlockFft(), BlockFft(128, 128))], ids=["tiles", "blocks"])
-def test_filters_are_packed_alike_for_all_sizes_of_images(engine, config, other):
+def test_filters_are_packed_alike_for_all_sizes_of_images():
+    config, other = BlockFft(), BlockFft(128, 128)
     small, large = (ConvProblem.forward(2, (n, 4, size, size), (4, 1, 15, 15), groups=4) for n, size in ((1, 99), (5, 300)))
-    assert engine.filter_key(small, config) == engine.filter_key(large, config) != engine.filter_key(small, other)
+    assert blocks.filter_key(small, config) == blocks.filter_key(large, config) != blocks.filter_key(small, other)
     row, line = ConvProblem.forward(2, (1, 1, 9, 900), (1, 1, 1, 99)), ConvProblem.forward(1, (1, 1, 900), (1, 1, 99))
-    assert engine.filter_key(row, other) != engine.filter_key(line, other)
+    assert blocks.filter_key(row, other) != blocks.filter_key(line, other)

@@ -117,7 +117,9 @@ def test_a_plan_loads_all_kernels_and_makes_the_launchers_that_are_asked_for(fak
 
 def test_what_is_compared_has_tensor_maps_packed_filters_structs_and_side_streams(fake):
     device = fake.device("c")
-    layouts = [replace(p, dtype=dtype, layout=layout) for p in PROBLEMS[:8] for dtype in ("float32", "float16") for layout in ("NCHW", "NHWC")]
+    layouts = [
+        replace(p, dtype=dtype, layout=layout) for p in PROBLEMS[:8] for dtype in ("float32", "float16") for layout in ("NCHW", "NHWC")
+    ]
     made = [Plan(problem, device) for problem in (*PROBLEMS, *layouts)]
     launches = [launch for plan in made for launch in background.launches(plan.schedule)]
     assert any(one.maps for one in launches) and any(one.arguments for one in launches)

@@ -44,7 +44,10 @@ def computed(norm, x, gamma, beta, form, seed=1, multiprocessors=2, added=None):
     given = np.ascontiguousarray(x if norm.layout == "NCHW" else np.moveaxis(x, 1, 2))
     stats = np.full(norm.N * norm.groups * 8, 0xFF, np.uint8)
     vectors = [None if one is None else np.frombuffer(one.tobytes(), np.uint8) for one in (gamma, beta, added)]
-    buffers = [np.frombuffer(given.tobytes(), np.uint8), *vectors, np.full(given.nbytes, 0xFF, np.uint8), stats, np.full(workspace, 0xFF, np.uint8)]
+    buffers = [
+        np.frombuffer(given.tobytes(), np.uint8), *vectors, np.full(given.nbytes, 0xFF, np.uint8), stats,
+        np.full(workspace, 0xFF, np.uint8)
+    ]
     memory = SimpleNamespace(buffers=buffers)
     simt.run([[step] for step in steps], memory, seed)
     out = memory.buffers[4].view(given.dtype).reshape(given.shape)
@@ -164,7 +167,10 @@ def test_moments_that_a_convolution_noted(kind, with_more):
     parts = np.stack([of_slices.mean(1), of_slices.var(1) * 64], 1).astype("f")
     steps = engine.after_moments(norm, 2, 64, (6, 512))
     given = np.ascontiguousarray(np.moveaxis(x, 1, 2))
-    buffers = [given, gamma, beta, added, np.full_like(given, np.nan), np.full(norm.N * norm.groups * 2, np.nan, "f"), np.concatenate([np.full(128, np.nan, "f"), parts.ravel()])]
+    buffers = [
+        given, gamma, beta, added, np.full_like(given, np.nan), np.full(norm.N * norm.groups * 2, np.nan, "f"),
+        np.concatenate([np.full(128, np.nan, "f"), parts.ravel()])
+    ]
     memory = SimpleNamespace(buffers=[None if one is None else np.frombuffer(one.tobytes(), np.uint8) for one in buffers])
     simt.run([[step] for step in steps], memory, 1)
     wanted, _ = exact(norm, x.astype("d") + (0 if added is None else added.astype("d")[:, :, None]), gamma, beta)

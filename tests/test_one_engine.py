@@ -27,7 +27,6 @@ from reference import EPS, TINY, assert_close, assert_exact, dgrad, fprop
 
 from pycuda_conv import ConvProblem, Plan, engines
 from pycuda_conv.engines.compose import via_nhwc as vn
-from pycuda_conv.engines.compose.delegate import parsed
 from pycuda_conv.engines.compose.via_nhwc import ViaNchw
 from pycuda_conv.engines.depthwise import toeplitz
 from pycuda_conv.engines.depthwise.toeplitz import DepthwiseToeplitz
@@ -40,7 +39,6 @@ from pycuda_conv.engines.mma.few_inputs import FewInputs
 from pycuda_conv.engines.mma.grouped_nhwc import GroupedNhwc
 from pycuda_conv.plan import as_called
 from pycuda_conv.runtime.target import Target
-from pycuda_conv.tools import families
 
 simulated = pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
 
@@ -318,24 +316,6 @@ def test_matrices_are_transposed(nbytes, vectors):
         transposed(one)
     assert {vector for vector, _, _ in met} == set(vectors) and {wide for _, wide, _ in met} == {0, 1}
     assert {bits for _, _, bits in met} == {2, 3, 4, 5}
-
-
-def test_it_is_chosen_where_it_pays_and_its_texts_are_listed():
-    listed, r, chosen = list(vn.variants(H200)), random.Random(7), 0
-    for family, _ in product(("dense 3x3", "grouped", "audio", "volume", "odd"), range(4)):
-        try:
-            problem = families.problem(families.layer(r, family), r.choice(("dgrad", "wgrad")), "float16", "fp32", "NCHW").launched
-        except ValueError:
-            continue
-        found, config = vn.choose(problem, H200), engines.choose(problem, H200)
-        if found is None:
-            continue
-        us, own = found
-        assert us == vn.time(problem, own, H200) > engines.predicted(vn._transposed(problem), parsed(own.DELEGATE), H200)
-        chosen += config == own
-        for launch in (launch for step in vn.schedule(problem, own, H200).whole for launch in step):
-            assert launch.kernel != "via_nhwc" or any(launch in one for one in listed)
-    assert chosen > 4
 
 
 def test_a_configuration_of_other_devices_is_refused_by_name(opencl):

@@ -289,7 +289,6 @@ FEW_SPILLS = {
 }  # fmt: skip
 FEW_SPILLS_OF_16_BITS = {
     ("bordered", "sm_100"): 32, ("pack", "sm_100"): 40, ("depthwise_nhwc_strips", "sm_80"): 40, ("depthwise_nhwc_strips", "sm_100"): 4,
-    ("fft_range", "sm_80"): 8,
 }  # fmt: skip
 
 

@@ -24,7 +24,9 @@ NEAR = ("zeros", "replicate", "reflect", "circular", "symmetric")
 class Given:
     """A convolution with a border, or a gradient of one, and arrays of whole numbers: sums are exact in every type."""
 
-    def __init__(self, rng, direction: str, x_shape, w_shape, pads, modes, *, bias=False, residual=False, most=2, value=0.0, **options) -> None:
+    def __init__(
+        self, rng, direction: str, x_shape, w_shape, pads, modes, *, bias=False, residual=False, most=2, value=0.0, **options
+    ) -> None:
         self.direction, self.case, ndim = direction, Case(0), len(x_shape) - 2
         border = {"padding": pads, "padding_mode": modes, "padding_value": value}
         self.case.ndim, self.case.pads, self.case.modes, self.case.value = ndim, pads, modes, value
@@ -36,7 +38,9 @@ class Given:
             {"dgrad": "input", "wgrad": "weight"}[direction], ndim, x_shape, w_shape, forward.result_shape, **border, **options, **more
         )
         shapes = x_shape, w_shape, forward.result_shape, w_shape[:1] if bias else None, x_shape if residual else None
-        self.x, self.w, self.dy, self.b, self.r = (None if one is None else rng.integers(-most, most + 1, one).astype("float32") for one in shapes)
+        self.x, self.w, self.dy, self.b, self.r = (
+            None if one is None else rng.integers(-most, most + 1, one).astype("float32") for one in shapes
+        )
 
     @property
     def operands(self) -> tuple:
@@ -52,7 +56,9 @@ class Given:
         return y if self.r is None else y + self.r
 
     def computed(self, config, **how) -> np.ndarray:
-        return simt.computed(self.problem, config, *(None if one is None else one.astype(self.problem.dtype) for one in self.operands), **how)
+        return simt.computed(
+            self.problem, config, *(None if one is None else one.astype(self.problem.dtype) for one in self.operands), **how
+        )
 
     def kernels(self, config, last: bool = False) -> list[str]:
         program = program_of(self.problem, config, 3)
@@ -143,7 +149,10 @@ def test_what_is_computed_again_reads_the_border(layout, direction, config, kind
 def test_borders_that_packing_leaves_to_a_copy():
     """Numbers that fill, and what goes on beyond the image's other end."""
     for mode, pad in (("constant", 1), ("circular", 9), ("reflect", 8)):
-        given = Given(np.random.default_rng(0), "fprop", (2, 16, 8, 8), (24, 16, 3, 3), ((pad, pad),) * 2, ((mode, mode),) * 2, value=float(mode == "constant"))
+        given = Given(
+            np.random.default_rng(0), "fprop", (2, 16, 8, 8), (24, 16, 3, 3), ((pad, pad),) * 2, ((mode, mode),) * 2,
+            value=float(mode == "constant")
+        )
         assert given.kernels(engines.Bordered(str(engines.ImplicitGemm(64, 64, 2))))[0] in COPIES
     assert set(NUMPYS) == set(borders.MODES)
 
@@ -157,7 +166,10 @@ def test_depthwise_rings_copy_the_border(seed):
     size, pads = rng.integers(taps + 1, 20, 2), rng.integers(0, taps, (2, 2))
     pads[0, 0] += 1
     modes = pairs_of(rng.choice(NEAR[1:], (2, 2)), str)
-    given = Given(rng, "wgrad", (3, k, *map(int, size)), (k, 1, taps, taps), pairs_of(pads), modes, stride=stride, groups=k, dtype=dtype, layout="NHWC")
+    given = Given(
+        rng, "wgrad", (3, k, *map(int, size)), (k, 1, taps, taps), pairs_of(pads), modes, stride=stride, groups=k, dtype=dtype,
+        layout="NHWC"
+    )
     given.x[0, 0, 0, 0] = np.nan if seed % 2 else 1
     config = engines.Bordered(str(engines.DepthwiseRing(int(rng.integers(2, 6)), int(rng.integers(1, 3)))))
     assert given.kernels(config)[0] == "depthwise_nhwc_wgrad_ring"
@@ -190,7 +202,9 @@ def test_dense_tiles_take_other_pixels_at_the_sides(seed):
     pads, modes = sides(rng, pads, modes)
     c, k = (24, 40) if seed % 2 else (64, 64 if seed % 4 else 72)
     size = [max(n, dilation * (t - 1) + 1) for n, t in zip(size, taps, strict=True)]
-    given = Given(rng, "fprop", (2, c, *size), (k, c, *taps), pads, modes, bias=True, stride=stride, dilation=dilation, dtype=dtype, layout="NHWC")
+    given = Given(
+        rng, "fprop", (2, c, *size), (k, c, *taps), pads, modes, bias=True, stride=stride, dilation=dilation, dtype=dtype, layout="NHWC"
+    )
     config = engines.Bordered(str(engines.DenseNhwc(128, 64, 4)))
     if given.problem.border is not None:
         assert ndim == 3 or set(given.kernels(config)) <= {"hopper_dense", "transpose_filter"}  # a volume has many sides
@@ -212,7 +226,8 @@ def test_dense_tiles_take_more_taps_where_a_gradient_s_border_shows_a_pixel(seed
     c, k = (40, 24) if seed % 2 else (64, 64)
     size = [max(n, dilation * (t - 1) + 1) for n, t in zip(size, taps, strict=True)]
     given = Given(
-        rng, "dgrad", (2, c, *size), (k, c, *taps), pads, modes, residual=seed % 3 == 0, most=1, dilation=dilation, dtype=dtype, layout="NHWC"
+        rng, "dgrad", (2, c, *size), (k, c, *taps), pads, modes, residual=seed % 3 == 0, most=1, dilation=dilation, dtype=dtype,
+        layout="NHWC"
     )
     config = engines.Bordered(str(engines.DenseNhwc(128, 64, 4)))
     for last in (False, True):
@@ -311,8 +326,8 @@ def test_patches_of_few_inputs_show_their_columns(seed):
     size = [max(n, 2 * dilation * t) for n, t in zip(size, taps, strict=True)]
     c, k = (3, 1, 4, 2)[seed % 4], (24, 16, 40)[seed % 3]
     given = Given(
-        rng, "fprop", (2, c, *size), (k, c, *taps), pads, tuple(modes), bias=True, stride=stride, dilation=dilation, dtype=dtype, layout=layout,
-        precision=precision
+        rng, "fprop", (2, c, *size), (k, c, *taps), pads, tuple(modes), bias=True, stride=stride, dilation=dilation, dtype=dtype,
+        layout=layout, precision=precision
     )
     config = engines.Bordered(str(engines.FewInputs(16, 16)))
     assert set(given.kernels(config)) == {"few_inputs"}
@@ -338,8 +353,8 @@ def test_rims_on_tensor_cores(seed, gradient):
     modes, pads = pairs_of(rng.choice(NEAR[1:], (2, 2)), str), pairs_of(pads)
     options = {"stride": 1 + seed // 6 % 2, "dilation": tuple(map(int, rng.integers(1, 3, 2))), "groups": groups}
     given = Given(
-        rng, "dgrad" if gradient else "fprop", (3, groups * c, *map(int, size)), (groups * k, c, *map(int, taps)), pads, modes, bias=not gradient,
-        most=1, dtype=dtype, layout=layout, activation=None if gradient else "relu", **options
+        rng, "dgrad" if gradient else "fprop", (3, groups * c, *map(int, size)), (groups * k, c, *map(int, taps)), pads, modes,
+        bias=not gradient, most=1, dtype=dtype, layout=layout, activation=None if gradient else "relu", **options
     )
     inner = engines.ImplicitGemm80(64, 128, 4) if seed % 4 else engines.choose(replace(given.problem, border=None), Target("sm_90a"))
     given.check(engines.Rims(str(inner)), seeds=(seed,))

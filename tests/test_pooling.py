@@ -153,7 +153,11 @@ def test_a_graph_in_light_mode_calls_ours(monkeypatch, name, layers, windows):
     for one, images in zip((compiled, plain), given, strict=True):
         made.append(one(images) if windows else one(images)[0])
         made[-1].square().sum().backward()
-    assert torch.equal(compiled(x) if windows else compiled(x)[0], made[1]) and torch.equal(*made) and torch.equal(given[0].grad, given[1].grad)
+    assert (
+        torch.equal(compiled(x) if windows else compiled(x)[0], made[1])
+        and torch.equal(*made)
+        and torch.equal(given[0].grad, given[1].grad)
+    )
     assert calls == 2 * windows
 
 

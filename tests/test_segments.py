@@ -122,8 +122,13 @@ def test_on_a_gpu(dtype, monkeypatch):
     monkeypatch.setattr(joined, "joined", lambda *_: pytest.fail("the arrays were joined"))
     torch.manual_seed(0)
     limit = {"float16": 5e-4, "bfloat16": 4e-3, "float32": 1e-3}[dtype]
-    for ca, cb, k, size, r in ((64, 64, 96, (24, 20), 3), (320, 640, 320, (16, 16), 1), (40, 24, 136, (30, 31), 3), (256, 128, 256, (64, 64), 3)):
-        a, b = (torch.randn(2, c, *size, device="cuda").to(getattr(torch, dtype)).contiguous(memory_format=torch.channels_last) for c in (ca, cb))
+    for ca, cb, k, size, r in (
+        (64, 64, 96, (24, 20), 3), (320, 640, 320, (16, 16), 1), (40, 24, 136, (30, 31), 3), (256, 128, 256, (64, 64), 3)
+    ):
+        a, b = (
+            torch.randn(2, c, *size, device="cuda").to(getattr(torch, dtype)).contiguous(memory_format=torch.channels_last)
+            for c in (ca, cb)
+        )
         w = (torch.randn(k, ca + cb, r, r, device="cuda") / ((ca + cb) * r * r) ** 0.5).to(a.dtype)
         bias, more = torch.randn(k, device="cuda").to(a.dtype), torch.randn(2, k, *size, device="cuda").to(a.dtype)
         options = {"padding": r // 2, "precision": "tf32"}

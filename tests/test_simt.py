@@ -322,7 +322,9 @@ def test_both_operands_along_their_rows(dtype, columns, span):
     [("x[-1]", "reads 4 bytes at -4 of buffer 0, which has 36"), ("x[9]", "reads 4 bytes at 36 of buffer 0, which has 36"), ("float4(*(const float4*)(x + 1)).x", "reads 16 bytes at .*, which is no multiple of 16")],
 )  # fmt: skip
 def test_reads_beside_an_array_and_askew_are_found(read, said):
-    source = f'#include "core/launch.cuh"\nextern "C" __global__ void reads(const float* x, float* y) {{ AFTER_LAST_LAUNCH y[0] = {read}; }}'
+    source = (
+        f'#include "core/launch.cuh"\nextern "C" __global__ void reads(const float* x, float* y) {{ AFTER_LAST_LAUNCH y[0] = {read}; }}'
+    )
     step = SimpleNamespace(kernel="reads", source=lambda: source, maps=(), buffers=(0, 1), numbers=(), grid=1, block=32, shared=0)
     with pytest.raises(simt.Wrong, match=said):
         simt.run([[step]], SimpleNamespace(buffers=[np.zeros(36, np.uint8), np.zeros(4, np.uint8)]))

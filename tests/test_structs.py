@@ -68,7 +68,11 @@ def test_a_kernel_reads_what_the_struct_holds(kernel, device):
 
 
 def test_an_array_of_structs(kernel, device):
-    text = TEXT.replace("};", "};\nstruct Toys { struct Toy of[2]; };").replace("struct Toy toy", "struct Toys toys").replace("toy.", "toys.of[1].")
+    text = (
+        TEXT.replace("};", "};\nstruct Toys { struct Toy of[2]; };")
+        .replace("struct Toy toy", "struct Toys toys")
+        .replace("toy.", "toys.of[1].")
+    )
     y = np.zeros(4, np.int64)
     on = get_device(device)
     with on:

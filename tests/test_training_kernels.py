@@ -25,7 +25,9 @@ EPS = {"bfloat16": 2.0**-8, "float16": 2.0**-10, "float32": 2.0**-22}
 
 
 def memory_of(*arrays):
-    return SimpleNamespace(buffers=[None if one is None else np.frombuffer(np.ascontiguousarray(one).tobytes(), np.uint8).copy() for one in arrays])
+    return SimpleNamespace(
+        buffers=[None if one is None else np.frombuffer(np.ascontiguousarray(one).tobytes(), np.uint8).copy() for one in arrays]
+    )
 
 
 def launched(maker, pixels, arrays, results, *options):
@@ -44,6 +46,7 @@ def in_float64(array, layout):
     return exact if layout == "NCHW" else exact.movedim(2, 1)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("dtype, shape", [("bfloat16", (2, 48, 70)), ("float16", (3, 264, 9)), ("bfloat16", (2, 12, 33)), ("float32", (2, 40, 50))])
 @pytest.mark.parametrize("activation", WORDS)
 def test_passes_behind_a_convolution(activation, dtype, shape):

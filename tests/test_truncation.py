@@ -87,7 +87,9 @@ def test_small_integers_stay_exact(depth):
 def test_what_the_kernels_give_back(tmp_path):
     """The header's own text, by g++: sums that are not finite or that nothing was cut from stay, others are as in the model."""
     text = (KERNEL_DIR / "core/truncation.cuh").read_text().split('#include "core/numbers.cuh"')[1]
-    (tmp_path / "lost.cpp").write_text(SHIM + text + 'extern "C" float lost(float to, float sum, float part) { return with_lost(to, sum, part); }\n')
+    (tmp_path / "lost.cpp").write_text(
+        SHIM + text + 'extern "C" float lost(float to, float sum, float part) { return with_lost(to, sum, part); }\n'
+    )
     subprocess.run(["g++", "-shared", "-fPIC", "-o", tmp_path / "lost.so", tmp_path / "lost.cpp"], check=True)
     lost = ctypes.CDLL(str(tmp_path / "lost.so")).lost
     lost.restype, lost.argtypes = ctypes.c_float, [ctypes.c_float] * 3
@@ -148,7 +150,9 @@ def first_bits(v: np.ndarray) -> np.ndarray:
 
 def of_few_channels(x: np.ndarray, w: np.ndarray, lost: float) -> np.ndarray:
     """The kernel's sums over channels in fp32, of x, [k, m], and w, [k, n], as the tensor core cuts them."""
-    (x_high, x_low), (w_high, w_low) = ((truncation.tf32_by_cvt(v), truncation.tf32_by_cvt((v - truncation.tf32_by_cvt(v)) * 4096)) for v in (x, w))
+    (x_high, x_low), (w_high, w_low) = (
+        (truncation.tf32_by_cvt(v), truncation.tf32_by_cvt((v - truncation.tf32_by_cvt(v)) * 4096)) for v in (x, w)
+    )
     total = np.zeros((x.shape[1], w.shape[1]))
     for first in range(0, len(x), 16):
         of = slice(first, first + 16)

@@ -22,7 +22,6 @@
 //          global memory as [group of BATCH columns][plane][row][column of the group], so that blocks_rows.cu writes and blocks_columns.cu reads neighbours.
 #pragma once
 
-#define WIDE 1
 #include "fft/complex.cuh"
 #include "core/near_border.cuh"
 

@@ -2,9 +2,9 @@
 //
 //   D[row, column] = sum over k of A[row, k] * B[column, k]
 //                         row             column            k                   A     B
-//   fprop and dgrad, NCHW pixel           channel of y      channel of x        x     the filter, split by split_filter, or RAW_FILTER
+//   fprop and dgrad, NCHW pixel           channel of y      channel of x        x     the filter, split by split_filter
 //   the same, NHWC        pixel           channel of y      channel of x        x     the same
-//   WGRAD                 channel of one  channel of other  pixel of all images dy, x, or x, dy: as they lie
+//   WGRAD                 channel of dy   channel of x      pixel of all images dy, x: as they lie
 //
 // TF32 takes a float32 number's exponent and the first 11 bits of it, so nothing has to be scaled: Inf, NaN and 1e-38 are numbers
 // like others. LIMBS = 2, fp32 accuracy: a number is rounded to TF32, and so is the rest; the product of two rests is left out
@@ -18,7 +18,7 @@
 // A        goes through registers, because wgmma cannot transpose 32-bit operands in shared memory, and so it is split without being written once more.
 // Shared   a ring of STAGES stages of 32 of k: A, [warp][16 * BLOCKS rows][32 k], NCHW [warp][32 k][32 pixels]; B, [limb][BLOCK_N][32 k].
 //          Rows of 128 bytes, swizzled. full[stage]: the bytes have arrived; empty[stage]: the 8 consumer warps have read them.
-//          WGRAD, RAW_FILTER: the consumers make the second limb of B, or round B, once it has arrived. Forward, LIMBS = 1: the load rounds it.
+//          WGRAD: the consumers make the second limb of B, or round B, once it has arrived. Forward, LIMBS = 1: the load rounds it.
 //          NCHW: `busy` of the warps have a box each, so many that no round of tiles is nearly empty; the others multiply what lies there.
 // NCHW     a warp's 32 pixels are neighbours in an image, and so are a thread's four. So 8 lanes write 128 bytes of a channel of y, 16 bytes
 //          each: lane / 4 selects the four pixels, lane % 4 the channel. Which row of the product a pixel is does not matter.
@@ -35,7 +35,6 @@
 #define WGRAD 0
 #define NHWC 0
 #define MOMENTS 0
-#define RAW_FILTER 0
 #endif
 #include "core/finish.cuh"
 #include "hopper/skeleton.cuh"
@@ -43,8 +42,7 @@
 constexpr bool PIXEL_QUADS = !WGRAD && !NHWC;
 constexpr int CONSUMERS = 2, WARPS = 4 * CONSUMERS, WARP_ROWS = 16 * BLOCKS, ROWS = WARPS * WARP_ROWS;
 constexpr int A_WARP = WARP_ROWS * 128, A_BYTES = WARPS * A_WARP, B_BYTES = BLOCK_N * 128, STAGE_BYTES = A_BYTES + LIMBS * B_BYTES;
-#define MAKES_LIMBS (WGRAD || RAW_FILTER)
-constexpr int LOADED_BYTES = A_BYTES + (MAKES_LIMBS ? 1 : LIMBS) * B_BYTES;
+constexpr int LOADED_BYTES = A_BYTES + (WGRAD ? 1 : LIMBS) * B_BYTES;
 static_assert(!PIXEL_QUADS || BLOCKS == 2, "a thread's four rows are four neighbouring pixels");
 static_assert(BLOCK_N % 32 == 0 && BLOCK_N <= 128, "see wgmma_tf32");
 
@@ -103,7 +101,7 @@ DEVICE void produce(const CUtensorMap* map_a, const CUtensorMap* map_b, const Po
             }
         }
 #pragma unroll
-        for (int limb = 0; limb < (RAW_FILTER ? 1 : LIMBS); ++limb) load_box(b + limb * B_BYTES, map_b, arrived, step * 32, of.column, limb);
+        for (int limb = 0; limb < LIMBS; ++limb) load_box(b + limb * B_BYTES, map_b, arrived, step * 32, of.column, limb);
       }
     });
   }
@@ -148,12 +146,12 @@ DEVICE void multiply(Sums& total, const Tile& of, uint8_t* stages, const Ring& r
   for (int step = of.first; step < of.last; ++step) {
     ring.wait_full(at);
     uint8_t* const stage = stages + at.stage * STAGE_BYTES;
-#if MAKES_LIMBS
+#if WGRAD
     make_limbs(stage + A_BYTES);
 #endif
     const uint8_t* const of_warp = stage + (threadIdx.x / 32 - 4) * A_WARP;
     const uint64_t b = wgmma_descriptor<128>(shared_address(stage) + A_BYTES);
-    constexpr int AT_ONCE = LIMBS == 1 ? 32 : MOMENTS || MAKES_LIMBS ? 8 : 32 / BLOCKS;  // of k: as many as registers hold
+    constexpr int AT_ONCE = LIMBS == 1 ? 32 : MOMENTS || WGRAD ? 8 : 32 / BLOCKS;  // of k: as many as registers hold
 #pragma unroll
     for (int first = 0; first < 32; first += AT_ONCE) {
       uint32_t a[AT_ONCE / 8][BLOCKS][4];

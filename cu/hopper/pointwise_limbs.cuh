@@ -16,7 +16,7 @@ DEVICE Tf32Pair pair_of_b(float v) {
   return tf32_pair<LARGER, true>(v, ((bits & 0x7fffffff) < 0x7f7ff000 ? bits + 0x1000 : bits) & ~0x1fffu);
 }
 
-#if MAKES_LIMBS
+#if WGRAD
 // All consumers split B into limbs, once it has arrived.
 DEVICE void make_limbs(uint8_t* b) {
 #pragma unroll

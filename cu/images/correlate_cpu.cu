@@ -26,8 +26,13 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void images_correlate_cpu(const GLOBAL_MEM in_t
     for (int q = 0; q < columns; q += 4 * LANES) {
       lanes_t sums[4] = NO_SUMS;
       for (int t = 0; t < taps_d; ++t)
-        for (int s = 0; s < taps_w; ++s)
-          ADD_PRODUCTS(sums, room + t * slice + down * pitch + q + s * colours, pitch, taps + (t * taps_w + s) * taps_h, 1, taps_h, 1)
+        for (int first = 0; first < taps_w; first += 8) {  // eight columns by themselves, which keeps more digits
+          const int end = first + 8 < taps_w ? first + 8 : taps_w;
+          lanes_t some[4] = NO_SUMS;
+          for (int s = first; s < end; ++s)
+            ADD_PRODUCTS(some, room + t * slice + down * pitch + q + s * colours, pitch, taps + (t * taps_w + s) * taps_h, 1, taps_h, 1)
+          for (int i = 0; i < 4; ++i) sums[i] += some[i];
+        }
       for (int i = 0; i < 4; ++i)
         if (q + LANES * i < columns) store_lanes(y, previous, arg, at.y + (at.p + down) * (index_t)arg.y_h + at.q + q + LANES * i, columns - q - LANES * i, sums[i]);
     }

@@ -5,7 +5,8 @@
 // The columns are the first step's product: column (c,t,r,s) of pixel (o,p,q) is the sum over k of y[n,k,o,p,q] * w[k,c,t,r,s]. If a stride leaves
 // a pixel of x few taps, there are hardly more columns than elements of x, and the product is dense, whatever the stride.
 //
-// Mapping  thread -> an element of x, in the order of its memory. It adds the taps that it meets in their order, so the bits are always the same.
+// Mapping  thread -> a pixel of x and CHANNELS of its channels, which meet the same taps. Neighbours are neighbours in memory: a thread's channels
+//          lie apart. It adds the taps in their order, so the bits are always the same.
 // Loads    In NCHW neighbours of x read different planes of columns, but other threads of the block read what lies beside in the L1 cache. With
 //          channels last they read neighbours.
 //
@@ -16,10 +17,14 @@
 #ifndef THREADS
 #define THREADS 256
 #endif
+#ifndef CHANNELS
+#define CHANNELS 1
+#endif
 
 // A divisor's prepared form, see division.cuh, is called by_...
 typedef struct ColumnsArguments {
-  long_t size, channels, by_channels, plane, by_plane, hw, by_hw, h, w, by_w;  // elements of x, channels; pixels of an image, a slice and a row
+  long_t size, channels, apart, by_apart;                                  // threads; channels, and from one of a thread's to the next
+  long_t plane, by_plane, hw, by_hw, h, w, by_w;                           // pixels of an image, a slice and a row
   long_t last;                                                             // whether x has its channels last
   long_t image, channel, tap, pixel;                                       // elements of the columns from one image, channel, tap and pixel to the next
   long_t o, p, q, t, r, s;                                                 // pixels of y; taps
@@ -54,17 +59,18 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void columns_add(const GLOBAL_MEM data_t* RESTR
   EPILOGUE_FLAGS
   const int i = (int)GID_0 * THREADS + LID_0;
   if (i >= (int)arg.size) return;
-  int n, c, number;  // of an image, of a channel, of a pixel in its image
+  const int channels = (int)arg.channels, apart = (int)arg.apart;
+  int n, c, number;  // of an image, of the first channel, of a pixel in its image
   if (arg.last) {
-    const int place = divided(i, arg.by_channels);
-    c = i - place * (int)arg.channels;
+    const int place = divided(i, arg.by_apart);
+    c = i - place * apart;
     n = divided(place, arg.by_plane);
     number = place - n * (int)arg.plane;
   } else {
     const int row = divided(i, arg.by_plane);
     number = i - row * (int)arg.plane;
-    n = divided(row, arg.by_channels);
-    c = row - n * (int)arg.channels;
+    n = divided(row, arg.by_apart);
+    c = row - n * apart;
   }
   const int d = divided(number, arg.by_hw), row_of = divided(number, arg.by_w), h = row_of - d * (int)arg.h, v_w = number - row_of * (int)arg.w;
   const Met t_axis = met(d + (int)arg.pad_d, (int)arg.stride_d, arg.by_stride_d, (int)arg.dil_d, (int)arg.every_d);
@@ -72,7 +78,9 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void columns_add(const GLOBAL_MEM data_t* RESTR
   const Met s_axis = met(v_w + (int)arg.pad_w, (int)arg.stride_w, arg.by_stride_w, (int)arg.dil_w, (int)arg.every_w);
   const int t_end = (int)arg.t, r_end = (int)arg.r, s_end = (int)arg.s, p_end = (int)arg.p, q_end = (int)arg.q;
   const index_t from = (index_t)n * (index_t)arg.image + (index_t)c * (index_t)arg.channel;
-  acc_t sum = 0;
+  const index_t between = (index_t)apart * (index_t)arg.channel;
+  acc_t sums[CHANNELS];
+  for (int e = 0; e < CHANNELS; ++e) sums[e] = 0;
   int o = t_axis.place;
   for (int t = t_axis.tap; t < t_end; t += (int)arg.every_d, o -= (int)arg.back_d) {
     int p = r_axis.place;
@@ -81,10 +89,19 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void columns_add(const GLOBAL_MEM data_t* RESTR
       const int taps = (t * r_end + r) * s_end, line = (o * p_end + p) * q_end;
       int q = s_axis.place;
       for (int s = s_axis.tap; s < s_end; s += (int)arg.every_w, q -= (int)arg.back_w)
-        if ((unsigned)q < (unsigned)q_end)
-          sum += LOAD(columns, from + (index_t)(taps + s) * (index_t)arg.tap + (index_t)(line + q) * (index_t)arg.pixel);
+        if ((unsigned)q < (unsigned)q_end) {
+          const index_t at = from + (index_t)(taps + s) * (index_t)arg.tap + (index_t)(line + q) * (index_t)arg.pixel;
+          for (int e = 0; e < CHANNELS; ++e)
+            if (CHANNELS == 1 || c + e * apart < channels) sums[e] += LOAD(columns, at + e * between);
+        }
     }
   }
-  FINISH_AT(sum, c, i)
-  STORE(x, i, sum);
+  const int to = arg.last ? (n * (int)arg.plane + number) * channels + c : (n * channels + c) * (int)arg.plane + number;
+  for (int e = 0; e < CHANNELS; ++e) {
+    const int channel = c + e * apart, at = to + e * apart * (arg.last ? 1 : (int)arg.plane);
+    if (CHANNELS > 1 && channel >= channels) break;
+    acc_t sum = sums[e];
+    FINISH_AT(sum, channel, at)
+    STORE(x, at, sum);
+  }
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pycuda_conv.engines import former, peers, registry  # noqa: F401 peers fills the registry; former knows the names of before
+from pycuda_conv.engines import peers, registry  # noqa: F401 peers fills the registry
 from pycuda_conv.engines.base import Config, Gone, GoneError, config_again
 from pycuda_conv.engines.compose.bordered import alike, copies
 from pycuda_conv.engines.registry import *  # noqa: F403 what its __all__ names

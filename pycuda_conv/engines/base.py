@@ -22,21 +22,17 @@ C = TypeVar("C", bound="Config")
 
 
 class GoneError(ValueError):
-    """A configuration is of kernels that are no more. Older tables and pickles may name it."""
+    """A configuration is of kernels that this version lacks. Tables and pickles of other versions may name it."""
 
 
 #: The classes of configurations by name.
 CLASSES: dict[str, type[Config]] = {}
-#: Those of engines that are no more. Older tables and pickles may name them.
-GONE = ("DepthwisePlanes", "DepthwisePlanesWgrad", "Lines", "Quads")
 
 
 @dataclass(frozen=True)
 class Config:
     """A kernel and its tile. Each engine's configurations are subclasses: frozen dataclasses, all of whose fields have defaults."""
 
-    #: Names that fields had in older tables.
-    FORMER: ClassVar[Mapping[str, str]] = {}
     #: Whether images are packed before the product, unless they lie as it needs them.
     packs_images: ClassVar[bool] = False
     #: Devices that run it, if these are fewer than its engine's.
@@ -56,15 +52,14 @@ class Config:
         Raises
         ------
         GoneError
-            It is of kernels that are no more.
+            The table has a name that is no field.
         ValueError
-            The table has a name that is no field, or a value that a field does not take.
+            It has a value that a field does not take.
         """
         defaults = {field.name: field.default for field in fields(cls)}
-        values = {cls.FORMER.get(name, name): value for name, value in values.items()}
         for name, value in values.items():
             if name not in defaults:
-                raise ValueError(f"{cls.__name__} has no {name}")
+                raise GoneError(f"{cls.__name__} has no {name}")
             if type(value) is not type(defaults[name]) or (type(value) is int and value <= 0):
                 raise ValueError(f"{cls.__name__} takes no {name}={value!r}")
         return cls(**values)
@@ -77,13 +72,13 @@ class Config:
 
 @dataclass(frozen=True)
 class Gone(Config):
-    """What a pickled configuration becomes whose kernels are no more: a plan with it is planned anew."""
+    """What a pickled configuration becomes whose kernels this version lacks: a plan with it is planned anew."""
 
     name: str = ""
 
 
 def config_again(name: str, values: Mapping[str, Any]) -> Config:
-    """A configuration that was pickled, maybe by an older version."""
+    """A configuration that was pickled, maybe by another version."""
     try:
         return CLASSES[name].from_table(values)
     except (KeyError, ValueError):
@@ -92,9 +87,6 @@ def config_again(name: str, values: Mapping[str, Any]) -> Config:
 
 #: The prediction of :meth:`Engine.choose` where a measured rule decides, whatever the models say.
 BY_RULE = 0.0
-#: Where a rule says that sums take longer than transforms, those say so many of their microseconds: they beat all sums, and are compared
-#: with one another.
-AMONG_TRANSFORMS = 1e-3
 #: Its prediction for a configuration without a model, which should run only if no configuration with a model can.
 LAST_RESORT = math.inf
 
@@ -130,6 +122,14 @@ class Engine(Protocol):
     @property
     def MOST_VARIANTS(self) -> Mapping[str, int]:
         """By a device's backend, the most texts that :meth:`variants` may give, not counting those for arrays of 2^31 elements."""
+
+    @property
+    def IN_PARTS(self) -> bool:
+        """Whether it has other engines compute some images at a time, of batches that are too large for them as a whole."""
+
+    @property
+    def BY_IMAGE(self) -> bool:
+        """Whether its transforms are of one image each where :attr:`ConvProblem.batch_invariant` asks for that."""
 
     def unsupported(self, device: Device) -> str | None:
         """Why the engine can't run on `device`, or None if it can."""
@@ -219,15 +219,15 @@ def _sum_order(engine: Any, problem: ConvProblem, config: Any) -> Hashable:
 
 #: What :func:`complete` gives to a module: functions get the module before their arguments.
 DEFAULTS: Mapping[str, Any] = {
-    "TENSOR_CORES": False, "PRECEDENCE": 0, "unsupported": unsupported_by, "why_not": _why_not, "refusal": _refusal, "choose": _choose,
-    "sum_order": _sum_order, "filter_key": lambda engine, *asked: None, "adapts": lambda engine, *asked: False,
-    "upsamples": lambda engine, *asked: False, "adds_border": lambda engine, *asked: False, "border_time": lambda engine, *asked: 0.0,
-    "worthwhile": lambda engine, *asked: True,
+    "TENSOR_CORES": False, "IN_PARTS": False, "BY_IMAGE": False, "PRECEDENCE": 0, "unsupported": unsupported_by, "why_not": _why_not,
+    "refusal": _refusal, "choose": _choose, "sum_order": _sum_order, "filter_key": lambda engine, *asked: None,
+    "adapts": lambda engine, *asked: False, "upsamples": lambda engine, *asked: False, "adds_border": lambda engine, *asked: False,
+    "border_time": lambda engine, *asked: 0.0, "worthwhile": lambda engine, *asked: True,
 }  # fmt: skip
 
 
 def complete(module: Any) -> Engine:
-    """A module as an engine: it gets what it does not say itself; one around others has an AROUND that says most of it."""
+    """A module as an engine: it gets what it does not say itself, docstrings too; one around others has an AROUND that says most of it."""
     around = getattr(module, "AROUND", None)
     for name in ("configs", "time", "choose", "sum_order", "filter_key") if around else ():
         if not hasattr(module, name):
@@ -237,5 +237,9 @@ def complete(module: Any) -> Engine:
     for name, default in DEFAULTS.items():
         if not hasattr(module, name):
             setattr(module, name, partial(default, module) if callable(default) else default)
+    for name, said in vars(Engine).items():
+        function = vars(module).get(name)
+        if callable(function) and not function.__doc__:
+            function.__doc__ = said.__doc__
     made: Engine = module
     return made

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from pycuda_conv.engines import calibration, packing, split_sum
-from pycuda_conv.engines.base import BY_RULE, GONE, Config, Engine, GoneError, fastest, unsupported_by
+from pycuda_conv.engines.base import BY_RULE, Config, Engine, GoneError, fastest, unsupported_by
 from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import near_sides
 from pycuda_conv.engines.hopper.common import MEMORY
@@ -64,12 +64,12 @@ def config_from_table(name: str, values: Mapping[str, Any]) -> Config:
     Raises
     ------
     GoneError
-        It is of an engine, or of kernels, that are no more.
-    KeyError, ValueError
-        There never was one of that name, or it has other fields.
+        No engine has such configurations, or with such fields.
+    ValueError
+        A field does not take its value.
     """
-    if name in GONE:
-        raise GoneError(f"the engine of {name} is no more")
+    if name not in config_classes():
+        raise GoneError(f"there is no engine of {name}")
     return config_classes()[name].from_table(values)
 
 
@@ -139,8 +139,11 @@ def kept(table: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
 
 
 def _fastest(problem: ConvProblem, device: Device) -> Config | None:
-    if problem.batch_invariant:
-        return next(iter(_in_order_of_layer(problem, device)), None)
+    return next(iter(_in_order_of_layer(problem, device)), None) if problem.batch_invariant else _quickest(problem, device)
+
+
+def _quickest(problem: ConvProblem, device: Device) -> Config | None:
+    """The configuration that should be the fastest for these images, whatever the order of its sums."""
     found = []
     for engine in _engines(device, problem):
         one = engine.choose(problem.launched, device)
@@ -162,7 +165,11 @@ def _in_order_of_layer(problem: ConvProblem, device: Device) -> list[Config]:
     """The configurations of a batch-invariant problem, the fastest first: those that sum in the order that the layer has for any batch."""
     layer = replace(problem, N=1, batched=True, bare=False)
     order, known = kept(_orders, (layer, *_asked_of(device)), lambda: _order_of_layer(layer, device))
-    return [] if order is None else [config for _, config in _in_order(problem, order, known, device)]
+    found = [] if order is None else [config for _, config in _in_order(problem, order, known, device)]
+    if not found:  # the batch may be too large for the layer's kernels
+        parts = (engine.choose(problem.launched, device) for engine in _engines(device, problem) if engine.IN_PARTS)
+        return [one[1] for one in parts if one]
+    return found
 
 
 #: By layer and by what engines ask of a device: the order, and the configurations in that order that batches of BATCHES would choose.
@@ -172,10 +179,9 @@ _orders: dict[tuple[Any, ...], tuple[Hashable, list[Config]]] = {}
 def _order_of_layer(layer: ConvProblem, device: Device) -> tuple[Hashable, list[Config]]:
     """The order of sums that takes the least time for :data:`BATCHES`, among those of these batches' fastest configurations."""
     batches = [replace(layer, N=n) for n in BATCHES if n == 1 or replace(layer, N=n).largest_array < 2**31]
-    plain = [replace(one, algorithm="direct") for one in batches]
     wanted: dict[Hashable, dict[Config, None]] = {}
-    for one in plain:
-        config = _fastest(one, device)
+    for one in batches:
+        config = _quickest(one, device)
         if config is not None:
             wanted.setdefault(order(one, config), {})[config] = None
     best: tuple[float, Hashable, list[Config]] = math.inf, None, []
@@ -185,8 +191,8 @@ def _order_of_layer(layer: ConvProblem, device: Device) -> tuple[Hashable, list[
             took = math.prod(max(timed[0][0], 1.0) for timed in times if timed is not times[-1] or len(times) == 1)
             best = min(best, (took, found, [timed[0][1] for timed in times]), key=lambda triple: triple[0])
     if best[1] is None:  # each of them serves some batches alone
-        others = dict.fromkeys(order(plain[0], config) for _, config in predictions(plain[0], device))
-        unmodelled = dict.fromkeys(order(plain[0], config) for us, config in _compared(plain[0], device) if us is None)
+        others = dict.fromkeys(order(batches[0], config) for _, config in predictions(batches[0], device))
+        unmodelled = dict.fromkeys(order(batches[0], config) for us, config in _compared(batches[0], device) if us is None)
         possible = (found for found in (others | unmodelled) if all(_in_order(one, found, (), device) for one in batches))
         best = math.inf, next(possible, None), []
     return best[1:]
@@ -332,6 +338,8 @@ def _engines(device: Device, problem: ConvProblem) -> list[Engine]:
     if problem.algorithm == "fft":
         transform = [engine for engine in found if engine in TRANSFORMS and any(True for _ in engine.configs(launched, device))]
         return transform or [engine for engine in found if engine not in TRANSFORMS]
+    if problem.batch_invariant:
+        return [engine for engine in found if engine not in TRANSFORMS or engine.BY_IMAGE]
     return [engine for engine in found if problem.algorithm is None or engine not in TRANSFORMS]
 
 

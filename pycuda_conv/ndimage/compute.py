@@ -207,15 +207,10 @@ def _result_shape(shape: Sequence[int], terms: Sequence[Term]) -> tuple[int, ...
 def converted(space: Space, made: Any, want: str, rounding: str) -> Any:
     """Sums as numbers of another type; integers are rounded and clipped, or truncated as scipy does."""
     if want == "bool":
-        return made >= 0.5
+        return space.to_bool(made)
     if want not in INTEGERS:
         return space.cast(made, want)
-    if rounding == "scipy":
-        return space.cast(space.cast(space.trunc(made), "int64"), want)
-    limits, wide = INTEGERS[want], space.cast(made, "float64")
-    most = float(limits.max) if limits.max < 2**53 else np.nextafter(float(limits.max), 0)
-    wide = space.clip(space.rint(wide), float(limits.min), most)
-    return space.cast(space.where(space.is_nan(wide), 0.0 * space.is_nan(wide), wide), want)
+    return space.truncated(made, want) if rounding == "scipy" else space.to_integers(made, want)
 
 
 def _complex(work: _Work, x: Any, terms: Callable[[Any], Sequence[Term]], weights: Sequence[Any], value: Any, want: str) -> Any:

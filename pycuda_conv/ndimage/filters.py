@@ -5,12 +5,14 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from numbers import Integral
+from types import NoneType
 from typing import Any
 
 import numpy as np
 
-from pycuda_conv.ndimage import compute
+from pycuda_conv.ndimage import compute, staged
 from pycuda_conv.ndimage import missing as missing_data
 from pycuda_conv.ndimage.launches import Dense, Pass, Term
 from pycuda_conv.ndimage.spaces import as_array
@@ -46,7 +48,7 @@ _MISSING = """
 
 def _documented(function: Callable[..., Any]) -> Callable[..., Any]:
     function.__doc__ = (function.__doc__ or "").replace("\n    NOTES", _NOTES).replace("\n    MISSING", _MISSING)
-    return function
+    return staged.repeatable(function)
 
 
 def _sequence(name: str, value: Any, rank: int) -> list[Any]:
@@ -275,7 +277,12 @@ def gaussian_filter(
     )  # fmt: skip
 
 
-def _gaussians(axes: Sequence[int], sigma: Any, order: Any, mode: Any, truncate: float, radius: Any) -> list[Pass]:
+def _gaussians(axes: tuple[int, ...], sigma: Any, order: Any, mode: Any, truncate: float, radius: Any) -> Sequence[Pass]:
+    scalars = all(isinstance(one, (int, float, str, NoneType)) for one in (sigma, order, mode, truncate, radius))
+    return (_kept_gaussians if scalars else _new_gaussians)(axes, sigma, order, mode, truncate, radius)
+
+
+def _new_gaussians(axes: tuple[int, ...], sigma: Any, order: Any, mode: Any, truncate: float, radius: Any) -> Sequence[Pass]:
     count = len(axes)
     each = zip(
         axes, _sequence("sigma", sigma, count), _sequence("order", order, count), _sequence("mode", mode, count),
@@ -286,7 +293,10 @@ def _gaussians(axes: Sequence[int], sigma: Any, order: Any, mode: Any, truncate:
         if width > 1e-15:
             taps = _gaussian(float(width), derivative, truncate, reach)
             found.append(Pass(axis, taps, before(len(taps)), border(word)))
-    return found
+    return tuple(found)
+
+
+_kept_gaussians = lru_cache(maxsize=256, typed=True)(_new_gaussians)
 
 
 @_documented
@@ -486,7 +496,7 @@ def _derivatives(axes: Sequence[int], sigma: Any, order: int, mode: Any, more: d
     truncate, radius = more.get("truncate", 4.0), more.get("radius")
     modes = _sequence("mode", mode, len(axes))
     terms: list[Term] = [
-        _gaussians(range(rank), sigma, [order * (i == axis) for i in range(rank)], word, truncate, radius)
+        _gaussians(tuple(range(rank)), sigma, [order * (i == axis) for i in range(rank)], word, truncate, radius)
         for axis, word in zip(axes, modes, strict=True)
     ]
     return terms or [[]]

@@ -19,9 +19,11 @@ from pycuda_conv.ndimage.taps import rounded, separated
 
 #: Taps of a filter along two axes, from which on a launch for each takes less time than one for both.
 LONG = {"cuda": 122, "opencl": 41}
-#: Taps of a dense filter, from which on it goes by the package's convolutions, which may be transforms: they are faster on the CPU, and
-#: more right on a GPU, where sums of 441 products in float32 are off by 4e-7.
-MANY = {"cuda": 300, "opencl": 100}
+#: The most taps of a dense filter in one launch. Others go by the package's convolutions, which may be transforms: they are faster on the
+#: CPU, and more right on a GPU, where sums of 441 products in float32 are off by 4e-7.
+MANY = {"cuda": 300, "opencl": 400}
+#: The same on the CPU in float64, where transforms are seldom right enough, and convolutions take up to thirty times as long.
+MANY_WIDE = 3000
 #: Equal taps from which on sums by doubling are quicker, on the CPU.
 SHORTEST_BOX = 12
 #: The words of the package's convolutions for borders.
@@ -246,17 +248,21 @@ def dense(
     """`x` correlated along several axes at once; the arguments are those of :func:`passes`."""
     filter = _without_single_taps(filter)
     whole_numbers, complete = bench.space.dtype(x) in images.CODES and "int" in bench.space.dtype(x), bool(filter.weights.all())
-    if complete or whole_numbers or filter.norms:  # else a NaN under a tap of 0 would spread
+    spreads, few = complete or whole_numbers or filter.norms, filter.weights.size <= _most_taps(bench, x, filter, output)
+    if spreads:  # else a NaN under a tap of 0 must not
         along = _as_passes(filter, value)
         if along is not None:
             return passes(bench, x, along, value, output, target, previous, join)
-        if filter.weights.size > MANY[bench.backend]:
-            return by_convolution(bench, x, filter, value, output, target, previous, join)
-    if len(filter.axes) <= 3:
+    if len(filter.axes) <= 3 and (few or not spreads):
         made = _in_one_launch(bench, x, filter, value, output, target, previous, join)
         if made is not None:
             return made
-    return _tap_by_tap(bench, x, filter, value, output, target, previous, join)
+    return (by_convolution if spreads else _tap_by_tap)(bench, x, filter, value, output, target, previous, join)
+
+
+def _most_taps(bench: Bench, x: Any, filter: Dense, output: str) -> int:
+    wide = sums_of(bench.space.dtype(x), output) == "float64" and not filter.norms
+    return MANY_WIDE if wide and bench.backend != "cuda" else MANY[bench.backend]
 
 
 def _without_single_taps(filter: Dense) -> Dense:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -20,6 +20,13 @@ from pycuda_conv.runtime import contexts
 INTEGERS = {name: np.iinfo(name) for name in ("uint8", "int8", "uint16", "int16", "int32", "uint32", "int64", "uint64")}
 #: The real types of the parts of complex numbers.
 PARTS = {"complex64": "float32", "complex128": "float64"}
+
+
+def limits_of(dtype: str) -> tuple[float, float]:
+    """The least and the largest number of float64 that an integer type holds."""
+    limits = INTEGERS[dtype]
+    most = float(limits.max)
+    return float(limits.min), most if limits.max < 2**53 else float(np.nextafter(most, 0))
 
 
 @cache
@@ -61,11 +68,21 @@ class Space:
         """An array of bool as one of uint8 in the same memory."""
         return array.view("uint8")
 
+    def to_bool(self, array: Any) -> Any:
+        """Numbers rounded to 0 and 1."""
+        return array >= 0.5
+
+    def to_integers(self, array: Any, dtype: str) -> Any:
+        """Numbers rounded to the nearest integers, halves to even, and clipped; NaN becomes 0."""
+        wide = self.clip(self.rint(self.cast(array, "float64")), *limits_of(dtype))
+        return self.cast(self.where(self.is_nan(wide), 0.0 * self.is_nan(wide), wide), dtype)
+
+    def truncated(self, array: Any, dtype: str) -> Any:
+        """Numbers truncated towards zero; what is out of range wraps."""
+        return self.cast(self.cast(self.library.trunc(array), "int64"), dtype)
+
     def rint(self, array: Any) -> Any:
         return self.library.rint(array)
-
-    def trunc(self, array: Any) -> Any:
-        return self.library.trunc(array)
 
     def clip(self, array: Any, least: float, most: float) -> Any:
         return self.library.clip(array, least, most)
@@ -171,7 +188,10 @@ class TorchSpace(Space):
         return like.new_empty(tuple(shape), dtype=self._type(dtype))
 
     def upload(self, array: np.ndarray, like: Any) -> Any:
-        return self.library.from_numpy(np.ascontiguousarray(array)).to(like.device)
+        made = np.ascontiguousarray(array)
+        if not made.flags.writeable or any(step < 0 for step in made.strides):  # which axes of one element may have
+            made = made.copy()
+        return self.library.from_numpy(made).to(like.device)
 
     def cast(self, array: Any, dtype: str) -> Any:
         return array.to(self._type(dtype))
@@ -181,9 +201,6 @@ class TorchSpace(Space):
 
     def rint(self, array: Any) -> Any:
         return array.round()  # halves to even
-
-    def trunc(self, array: Any) -> Any:
-        return array.trunc()
 
     def clip(self, array: Any, least: float, most: float) -> Any:
         return array.clamp(least, most)
@@ -269,10 +286,20 @@ class GPUArraySpace(Space):
     def sqrt(self, array: Any) -> Any:
         return importlib.import_module("pycuda.cumath").sqrt(array)
 
-    def clip(self, array: Any, least: float, most: float) -> Any:
-        raise TypeError("a GPUArray can't be rounded to integers of more than 16 bits: pass output='float32' or 'float64'")
+    def to_bool(self, array: Any) -> Any:
+        return self._made_of(array, "bool", gpuarrays.to_bool)
 
-    rint = trunc = where = is_nan = clip  # type: ignore[assignment]
+    def to_integers(self, array: Any, dtype: str) -> Any:
+        return self._made_of(array, dtype, gpuarrays.to_integers, *limits_of(dtype))
+
+    def truncated(self, array: Any, dtype: str) -> Any:
+        return self._made_of(array, dtype, gpuarrays.truncate)
+
+    def _made_of(self, array: Any, dtype: str, function: Callable[..., None], *numbers: float) -> Any:
+        made = self.empty(array.shape, dtype, array)
+        with self._device_of(array).current():
+            function(array, made, *numbers)
+        return made
 
     def missing(self, array: Any, nan: bool, mask: Any) -> Any:
         gone = self.empty(array.shape, "uint8", array)

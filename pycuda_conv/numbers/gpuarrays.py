@@ -1,4 +1,4 @@
-"""What missing numbers need of GPUArrays beside convolutions, element by element. PyCUDA compiles these kernels when first needed."""
+"""What GPUArrays need beside convolutions, element by element: missing numbers, sums as integers. PyCUDA compiles their kernels."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _run(arguments: str, operation: str, *given: Any) -> None:
 def _type_of(array: Any) -> str:
     name = np.dtype(array.dtype).name
     if name not in C_NAMES:
-        raise TypeError(f"nan= and mask= take GPUArrays of {', '.join(C_NAMES)}, but got one of {name}")
+        raise TypeError(f"a GPUArray must be of {', '.join(C_NAMES)} here, but got one of {name}")
     return C_NAMES[name]
 
 
@@ -69,3 +69,19 @@ def make_up(top: Any, bottom: Any, whole: Any, plane: int, least: float, instead
     operation = f"const {kind} all = whole[i / plane % channels]; top[i] = {enough} ? top[i] * all / bottom[i] : ({kind}){rest}"
     more = "" if instead is None else f", {kind} *instead"
     _run(arguments + more, operation, top, bottom, whole, plane, whole.size, least, *given)
+
+
+def to_bool(x: Any, made: Any) -> None:
+    """Write to `made` whether numbers are at least 0.5."""
+    _run(f"{_type_of(x)} *x, unsigned char *made", "made[i] = x[i] >= 0.5", x, made)
+
+
+def to_integers(x: Any, made: Any, least: float, most: float) -> None:
+    """Write the nearest integers to `made`, halves to even, clipped to `least` and `most`; NaN becomes 0."""
+    operation = "const double near = rint((double)x[i]); made[i] = near != near ? 0 : near < least ? least : near > most ? most : near"
+    _run(f"{_type_of(x)} *x, {_type_of(made)} *made, double least, double most", operation, x, made, least, most)
+
+
+def truncate(x: Any, made: Any) -> None:
+    """Write numbers truncated towards zero to `made`; what is out of range wraps."""
+    _run(f"{_type_of(x)} *x, {_type_of(made)} *made", f"made[i] = ({_type_of(made)})(long long)x[i]", x, made)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +16,6 @@ from typing import Any
 
 from pycuda_conv.engines import registry
 from pycuda_conv.engines.base import Config, Engine, fastest
-from pycuda_conv.engines.hopper import gemm as hopper_gemm
 from pycuda_conv.errors import BackendError
 from pycuda_conv.plan import as_called
 from pycuda_conv.problem import ConvProblem
@@ -37,27 +36,38 @@ Choice = tuple[str, ConvProblem, Config]
 class _Fewer:
     """An engine without some of its configurations."""
 
-    def __init__(self, engine: Engine, leaves_out: Callable[[Any], bool]) -> None:
-        self._engine, self._leaves_out = engine, leaves_out
+    def __init__(self, engine: Engine, part: re.Pattern[str]) -> None:
+        self._engine, self._part = engine, part
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
     def configs(self, problem: ConvProblem, device: Device) -> list[Config]:
-        return [config for config in self._engine.configs(problem, device) if not self._leaves_out(config)]
+        return [config for config in self._engine.configs(problem, device) if not self._part.search(str(config))]
 
     def choose(self, problem: ConvProblem, device: Device) -> tuple[float, Config] | None:
         timed = ((self._engine.time(problem, config, device), config) for config in self.configs(problem, device))
         return fastest((us, config) for us, config in timed if us is not None)
 
 
-#: Parts of engines that can be left out too: the engine, and the configurations of the part.
-PARTS: dict[str, tuple[Any, Callable[[Any], bool]]] = {
-    "pingpong": (hopper_gemm, lambda config: isinstance(config, hopper_gemm.ImplicitGemm) and config.is_pingpong),
-}
+def pattern(name: str) -> re.Pattern[str]:
+    """What the text of a configuration has, or of one that hands work to such a one: of an engine, or of a part of one.
 
-#: What the text of a configuration says that hands work to such a part.
-WORDS = {"pingpong": "schedule='pingpong'"}
+    A part is a class of configurations, or those of which a field is so: ``DepthwiseRing``, ``ImplicitGemm.schedule=pingpong``.
+
+    Raises
+    ------
+    ToolError
+        There is no such engine or class.
+    """
+    known = engine_names()
+    if name in known:
+        return re.compile(rf"\b({'|'.join(cls.__name__ for cls in known[name].CONFIGS)})\(")
+    cls, _, field = name.partition(".")
+    if cls not in registry.config_classes():
+        raise ToolError(f"there is no engine {name!r}; there are {', '.join(known)}, and parts of them such as DepthwiseRing")
+    name, _, value = field.partition("=")
+    return re.compile(rf"\b{cls}\(" + (rf"(.*, )?{name}='?{value}\b" if field else ""))
 
 
 def engine_names() -> dict[str, Engine]:
@@ -69,22 +79,12 @@ def engine_names() -> dict[str, Engine]:
 
 @contextmanager
 def without(names: Sequence[str]) -> Iterator[None]:
-    """Leave engines, or the :data:`PARTS` of engines, out of all choices in a ``with`` block.
-
-    Raises
-    ------
-    ToolError
-        A name is none of an engine's.
-    """
+    """Leave engines, or parts of them (:func:`pattern`), out of all choices in a ``with`` block."""
     known, all_engines = engine_names(), registry.ENGINES
-    for name in names:
-        if name not in known and name not in PARTS:
-            raise ToolError(f"there is no engine {name!r}; there are {', '.join([*known, *PARTS])}")
     kept: list[Any] = [engine for name, engine in known.items() if name not in names]
-    for name in names:
-        if name in PARTS:
-            whole, of_part = PARTS[name]
-            kept = [_Fewer(engine, of_part) if engine is whole else engine for engine in kept]
+    for name in set(names) - set(known):
+        part, cls = pattern(name), name.partition(".")[0]
+        kept = [_Fewer(one, part) if cls in [own.__name__ for own in one.CONFIGS] else one for one in kept]
     registry.ENGINES = tuple(kept)
     try:
         yield
@@ -94,9 +94,7 @@ def without(names: Sequence[str]) -> Iterator[None]:
 
 def belongs(config: Config, name: str) -> bool:
     """Whether `config` is of such an engine or part, or hands work to a configuration of it."""
-    if name in PARTS:
-        return PARTS[name][1](config) or WORDS[name] in str(config)
-    return any(re.search(rf"\b{cls.__name__}\(", str(config)) for cls in engine_names()[name].CONFIGS)
+    return pattern(name).search(str(config)) is not None
 
 
 @dataclass(frozen=True)
@@ -209,8 +207,8 @@ def run(names: Sequence[str], architecture: str, seed: int, each: int, json_file
     except BackendError as error:
         raise ToolError(str(error)) from error
     able = [name for name, engine in engine_names().items() if engine.unsupported(device) is None]
-    with without(names):
-        pass  # wrong names are refused before the work begins
+    for name in names:
+        pattern(name)  # wrong names are refused before the work begins
     groups = [(name,) for name in names or able] + ([tuple(names)] if len(names) > 1 else [])
     drawn = problems(device, seed, each)
     counts: dict[Part, int] = defaultdict(int)

@@ -14,11 +14,13 @@ from pycuda_conv.engines.direct.gemm import Gemm
 #: stride, or one that is the dilation; one to three axes.
 ONE_TAP = [
     dgrad((2, 24, 3, 4), (24, 3, 4, 4), stride=4, bias=False), dgrad((2, 8, 5, 3), (8, 5, 2, 1), stride=3, padding=(1, 0), bias=False), dgrad((1, 16, 7), (16, 2, 10), stride=12, padding=3, bias=False),
+    dgrad((1, 8, 5, 4), (8, 20, 4, 4), stride=4, padding=1, bias=False),
 ]  # fmt: skip
 SEVERAL = [
     dgrad((2, 24, 5, 4), (24, 3, 8, 8), stride=4, padding=2), dgrad((2, 16, 9), (16, 1, 25), stride=10, padding=12), dgrad((1, 20, 6, 5), (20, 7, 4, 7), stride=3, padding=1),
     dgrad((2, 12, 5, 4), (12, 6, 3, 2), stride=3, dilation=2, padding=(2, 1)), dgrad((1, 16, 3, 4, 3), (16, 5, 3, 2, 3), stride=2, padding=(1, 0, 1)), dgrad((2, 12, 4, 5), (12, 2, 3, 3), stride=2, groups=3),
     dgrad((1, 24, 6, 8), (24, 3, 3, 3), padding=1), dgrad((2, 20, 5, 4), (20, 3, 3, 2), stride=2, dilation=2, padding=1),
+    dgrad((1, 12, 5, 4), (12, 9, 3, 3), stride=5, dilation=2, padding=1),
 ]  # fmt: skip
 KINDS = [mode for mode in ("fp32", "fp32 last", "tf32", "tf32 last", "fp16", "fp16 last", "bf16 last") if mode in MODES]
 

@@ -24,7 +24,7 @@ SHAPES = [
 
 def tiles(case, mode):
     """All that are legal, with few stages."""
-    shapes = (Pointwise(columns, blocks, 3, RAW_FILTER=raw) for raw in (False, True) for columns in (32, 64, 96, 128) for blocks in (1, 2))
+    shapes = (Pointwise(columns, blocks, 3) for columns in (32, 64, 96, 128) for blocks in (1, 2))
     return [config for config in shapes if pw.refusal(asked(case, mode), config) is None]
 
 
@@ -34,7 +34,7 @@ FILTERS = [
     Filter(x, (k, x[1], *(1 for _ in x[2:])), layout="NCHW")
     for x, k in (((3, 20, 4, 5), 40), ((2, 130, 6, 6), 70), ((5, 33, 8), 9), ((1, 4, 2, 2), 1), ((40, 64, 4, 8), 64), ((2, 8, 2, 4, 5), 300))
 ]  # fmt: skip
-FILTER_TILES = [Pointwise(64, 2, 3, 1), Pointwise(32, 1, 3, 3), Pointwise(64, 1, 4, 5, True), Pointwise(96, 1, 3, 40, True), Pointwise(32, 2, 3, 2, True), Pointwise(128, 1, 3, 2)]
+FILTER_TILES = [Pointwise(64, 2, 3, 1), Pointwise(32, 1, 3, 3), Pointwise(64, 1, 4, 5), Pointwise(96, 1, 3, 40), Pointwise(32, 2, 3, 2), Pointwise(128, 1, 3, 2)]
 LARGE = fprop((9, 192, 28, 28), (256, 192, 1, 1))
 #: More boxes than multiprocessors.
 MANY = fprop((20, 40, 56, 56), (64, 40, 1, 1))
@@ -87,20 +87,17 @@ CASES = Cases(
         (POINT, "fp16", Pointwise(), "float32 arrays"), (fprop((2, 8, 5, 5), (4, 8, 1, 1)), "fp32", Pointwise(), "multiple of 16 bytes"),
         (fprop((2, 6, 4, 4), (4, 6, 1, 1)), "fp32 last", Pointwise(), "multiple of 16 bytes"), (fprop((0, 8, 4, 4), (4, 8, 1, 1)), "fp32", Pointwise(), "nothing to compute"),
         (fprop((2, 8, 2**14, 2**14), (4, 8, 1, 1)), "fp32", Pointwise(), "32 bits"), (POINT, "fp32", Pointwise(128), "128 columns in all"), (POINT, "tf32", Pointwise(160), "BLOCK_N must be one of 32, 64, 96, 128"),
-        (POINT, "fp32 last", Pointwise(64, 3), "BLOCKS must be one of 1, 2"), (POINT, "fp32", Pointwise(64, 1), "four neighbouring pixels"), (POINT, "fp32", Pointwise(64, 2, 4, 2), "swapped or split"),
-        (POINT, "tf32 last", Pointwise(64, 2, 4, 1, True), "swapped or split"), (POINT, "fp32", Pointwise(64, 2, 5), "bytes of shared memory"), (POINT, "fp32", Pointwise(64, 2, 1), "bytes of shared"),
+        (POINT, "fp32 last", Pointwise(64, 3), "BLOCKS must be one of 1, 2"), (POINT, "fp32", Pointwise(64, 1), "four neighbouring pixels"), (POINT, "fp32", Pointwise(64, 2, 4, 2), "alone is split"),
+        (POINT, "fp32", Pointwise(64, 2, 5), "bytes of shared memory"), (POINT, "fp32", Pointwise(64, 2, 1), "bytes of shared"),
         (POINT, "fp32", Pointwise(64, 2, 4, 0), "at least one split"), (dgrad((2, 8, 4, 4), (8, 4, 1, 1), stride=2), "fp32", Pointwise(), "1x1 filters"),
-        (POINT, "tf32", Pointwise(RAW_FILTER=True), "split as they are loaded"), (dgrad((2, 8, 4, 4), (8, 4, 1, 1)), "fp32", Pointwise(RAW_FILTER=True), "split as they are loaded"),
-        (fprop((2, 6, 4, 4), (4, 6, 1, 1)), "fp32", Pointwise(RAW_FILTER=True), "split as they are loaded"),
     ],
     chosen=[*layers(), (fprop((64, 2048, 32, 32), (2048, 2048, 1, 1)), "fp32", False)],
     devices={((8, 0), "cuda"): False, ((10, 0), "cuda"): False, ((0, 0), "opencl"): False},
     compiled=[
-        *((asked(POINT, mode), replace(config, RAW_FILTER="tf32" not in mode)) for mode, config in WIDEST.items()),
         *((problem, config, noted) for mode, config in WIDEST.items() for noted in (False, True)
           for problem in (asked(POINT, mode), replace(asked(POINT, mode), has_scale=True, has_residual=True, activation="relu"))),
         *((Filter((2, 64, 8, 8), (64, 64, 1, 1), layout="NCHW").problem("float32", precision=precision), config) for precision, config in (
-            ("fp32", Pointwise(64, 2, 4, 2)), ("fp32", Pointwise(128, 1, 4, 2, True)), ("tf32", Pointwise(128, 2, 4, 2)), ("tf32", Pointwise(64, 1, 4, 2, True)))),
+            ("fp32", Pointwise(64, 2, 4, 2)), ("fp32", Pointwise(128, 1, 4, 2)), ("tf32", Pointwise(128, 2, 4, 2)), ("tf32", Pointwise(64, 1, 4, 2)))),
     ],
     spills=24,  # six words a stage, beside a residual
 )  # fmt: skip

@@ -6,7 +6,7 @@ from filters import Filter
 from modes import H200, MODES, asked
 from reference import dgrad, fprop
 
-from cases import Cases
+from cases import Cases, Layers
 from pycuda_conv import engines
 from pycuda_conv.engines.compose import via_nhwc
 from pycuda_conv.engines.compose.via_nhwc import ViaNchw, ViaNhwc
@@ -59,5 +59,6 @@ CASES = Cases(
         (FILTERS[0], "fp32", ViaNhwc(LAST[0][2].DELEGATE), "is for arrays that lie so"),
     ],
     devices={((9, 0), "cuda"): True, ((8, 0), "cuda"): False, ((0, 0), "opencl"): False},
+    layers=Layers(["dense 3x3", "grouped", "audio", "volume", "odd"], [("dgrad", MODES["fp16"]), ("wgrad", MODES["fp16"])], each=4, slack=1.1),
     compiled=[(asked(BASE, mode), planned(BASE, mode)) for mode in ("fp16", "tf32")],
 )  # fmt: skip

@@ -1,7 +1,7 @@
 """The kernels for Hopper, run on the CPU: their own text, compiled by g++ for the machine that machine.cpp is.
 
-``computed`` runs a plan; ``run`` runs launches on any buffers. A kernel's ``asm`` statements become calls (ptx.py), everything else is compiled
-as it is, behind device.h. So what runs are the barriers, rings, descriptors, addresses and splits of the text that a GPU gets.
+``computed`` runs a plan; ``run`` runs launches on any buffers. A kernel's ``asm`` statements become calls (ptx.py), everything else is
+compiled as it is, behind device.h. So what runs are the barriers, rings, descriptors, addresses and splits of the text that a GPU gets.
 """
 
 from __future__ import annotations
@@ -104,7 +104,9 @@ def text_of(kernels: Sequence[str], source: str) -> str:
 def compiled(kernels: tuple[str, ...], source: str) -> dict[str, int]:
     """The addresses of what describes the kernels."""
     machine()
-    library = ctypes.CDLL(str(built(kernels[0], text_of(kernels, source), TOLD, ["-nostdlib", "-lgcc"])))  # the machine's libraries are there already
+    library = ctypes.CDLL(
+        str(built(kernels[0], text_of(kernels, source), TOLD, ["-nostdlib", "-lgcc"]))
+    )  # the machine's libraries are there already
     found = {kernel: library[f"simt_{kernel}"] for kernel in kernels}
     for entry in found.values():
         entry.restype = ctypes.c_void_p
@@ -120,7 +122,7 @@ class Map(ctypes.Structure):
     _fields_ = (
         ("magic", ctypes.c_uint64), ("base", ctypes.c_void_p), ("sizes", ctypes.c_int64 * 5), ("strides", ctypes.c_int64 * 5), ("box", ctypes.c_int32 * 5),
         *((name, ctypes.c_int32 * 3) for name in ("lower", "upper", "step")),
-        *((name, ctypes.c_int32) for name in ("rank", "size", "span", "im2col", "channels", "pixels", "rounds")),
+        *((name, ctypes.c_int32) for name in ("rank", "size", "span", "im2col", "channels", "pixels", "rounds"))
     )  # fmt: skip
 
 
@@ -226,12 +228,12 @@ def run(stages: Sequence[Sequence[KernelLaunch]], memory: Any, seed: int = 0, *,
 
 def computed(
     problem, config, x, w, b=None, scale=None, residual=None, *, multiprocessors: int = 3, seeds: Sequence[int] = (0,), kept: bool = False, filter_last: bool = False,
-    broken: tuple[str, str] | None = None, constants: bool = False,
+    broken: tuple[str, str] | None = None, constants: bool = False
 ) -> np.ndarray:  # fmt: skip
     """What `config` computes, of arrays that are NCHW whatever the problem's layout: the same bits for every seed.
 
-    `kept`: with a filter that was packed before. `filter_last`: with a filter whose second axis is last in memory. `constants`: by kernels that know the
-    layer's constants.  `seeds`, `broken`: see :func:`run`.
+    `kept`: with a filter that was packed before. `filter_last`: with a filter whose second axis is last in memory. `constants`: by
+    kernels that know the layer's constants.  `seeds`, `broken`: see :func:`run`.
     """
     program = program_of(problem, config, multiprocessors)
     program = background.with_constants(program) if constants else program

@@ -21,6 +21,7 @@ from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch
 
 THREADS = 256  # of a block of columns_add.cu
+CHANNELS = (8, 4, 1)  # of a thread, which finds once for all of them which taps its pixel meets
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Columns(Delegating):
     """A configuration of the product without taps, as text."""
 
 
-CONFIGS, LAYOUTS, RUNS_ON, TENSOR_CORES, MOST_VARIANTS = (Columns,), ("NCHW", "NHWC"), CUDA, True, {"cuda": 4}
+CONFIGS, LAYOUTS, RUNS_ON, TENSOR_CORES, MOST_VARIANTS = (Columns,), ("NCHW", "NHWC"), CUDA, True, {"cuda": 12}
 COST = costs("compose.columns")
 ColumnsArguments = kernel_struct("columns_add", "ColumnsArguments")
 
@@ -69,7 +70,6 @@ LEGAL = Tiles(TAKES, Columns, lambda problem, config: AROUND.fits(problem, confi
 
 
 def schedule(problem: ConvProblem, config: Columns, device: Device, with_moments: bool = False) -> Schedule:
-    """The launches of `config`, which can run `problem`; they note no moments."""
     product, scratch = _product(problem), Arena(WORKSPACE)
     made = registry.schedule(product, delegate_of(config), device)
     columns = scratch.take(problem.itemsize * math.prod(product.result_shape))
@@ -92,20 +92,23 @@ def _launch(problem: ConvProblem, columns: BufferSlice, filter_last: bool) -> Ke
     channel, tap = (1, channels) if filter_last else (taps, 1)
     if not last:
         channel, tap = channel * read, tap * read
-    size = math.prod(problem.result_shape)
+    each = next(n for n in CHANNELS if 4 * channels >= 3 * n or n == 1)  # few are idle
+    apart = ceil(channels, each)
+    size = math.prod(problem.result_shape) // channels * apart
     args = arguments(
-        ColumnsArguments, problem, channels=channels, hw=h * w, h=h, w=w, last=int(last), image=channels * taps * read, channel=channel,
-        tap=tap, pixel=channels * taps if last else 1, **by_axis("", problem.output_size, "opq"), **by_axis("every_", taps_apart(problem)),
-        **by_axis("back_", outputs_apart(problem)),
+        ColumnsArguments, problem, size=size, channels=channels, apart=apart, hw=h * w, h=h, w=w, last=int(last),
+        image=channels * taps * read, channel=channel, tap=tap, pixel=channels * taps if last else 1,
+        **by_axis("", problem.output_size, "opq"), **by_axis("every_", taps_apart(problem)), **by_axis("back_", outputs_apart(problem)),
     )  # fmt: skip
-    defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": 0, "THREADS": THREADS}
+    defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": 0, "THREADS": THREADS, "CHANNELS": each}
     buffers = columns, *FINISH, RESULT
     return KernelLaunch("columns_add", defines, ceil(size, THREADS), THREADS, buffers, (), arguments=args)
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
-    """A text for each type."""
-    yield VariantSet("columns_add", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": (0,), "THREADS": (THREADS,)})
+    """A text for each type and each number of channels."""
+    types = tuple(DTYPE_CODES.values())
+    yield VariantSet("columns_add", {"DTYPE": types, "INDEX_64": (0,), "THREADS": (THREADS,), "CHANNELS": CHANNELS})
 
 
 MOST_MET = 64  # the most taps that a pixel meets: with more there are many more columns than elements of the result

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from pycuda_conv.engines import registry
 from pycuda_conv.engines.base import LAST_RESORT, Config, ConvProblem, Engine, fastest
@@ -21,7 +21,7 @@ def parsed(text: str) -> Config | None:
             return None
         values = {word.arg or "": ast.literal_eval(word.value) for word in call.keywords}
         return registry.config_from_table(call.func.id, values)
-    except (SyntaxError, ValueError, KeyError):
+    except (SyntaxError, ValueError):
         return None
 
 
@@ -30,8 +30,6 @@ class Delegating(Config):
     """Another engine's configuration, as text."""
 
     DELEGATE: str = "Gemm()"
-
-    FORMER: ClassVar[Mapping[str, str]] = {"INNER": "DELEGATE"}
 
 
 def delegate_of(config: Any) -> Config:

@@ -61,7 +61,6 @@ def _filter_copy(problem: ConvProblem, place: BufferSlice, last: bool) -> Kernel
 
 
 def schedule(problem: ConvProblem, config: Filled, device: Device, with_moments: bool = False) -> Schedule:
-    """The launches of `config`, which can run `problem`."""
     delegate, filled = delegate_of(config), _filled(problem)
     made = registry.engine_of(delegate).schedule(filled, delegate, device, with_moments)
     kept, scratch = Arena(PACKED), Arena(WORKSPACE)

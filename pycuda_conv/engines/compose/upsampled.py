@@ -60,7 +60,6 @@ def _frames(problem: ConvProblem) -> bool:
 
 
 def schedule(problem: ConvProblem, config: Upsampled, device: Device, with_moments: bool = False) -> Schedule:
-    """The launches of `config`, which can run `problem`; they note no moments."""
     left, scratch = _left(problem), Arena(WORKSPACE)
     made = registry.schedule(left, delegate_of(config), device)
     places: dict[Buffer, tuple[int, int]] = {}

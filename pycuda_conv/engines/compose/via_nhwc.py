@@ -175,7 +175,6 @@ def _written(problem: ConvProblem) -> _Transposition | None:
 
 
 def schedule(problem: ConvProblem, config: ViaNhwc, device: Device, with_moments: bool = False) -> Schedule:
-    """The launches of `config`, which can run `problem`."""
     made = registry.schedule(_transposed(problem), delegate_of(config), device)
     if _of_filter(problem):
         return _of_both(problem, made)
@@ -222,7 +221,6 @@ def _only_fills_up(launch: KernelLaunch) -> bool:
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
-    """A text for each size of elements."""
     yield VariantSet("via_nhwc", {"BYTES": (2, 4)})
 
 

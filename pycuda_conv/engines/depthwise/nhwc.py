@@ -128,7 +128,6 @@ def sum_order(problem: ConvProblem, config: Config) -> Hashable:
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
-    """A text for each type, vector and tile, and for each common filter."""
     on_gpu = device.backend == "cuda"
     for code in DTYPE_CODES.values():
         common = {"DTYPE": (code,), "INDEX_64": FLAG, "V": vector_choices(code, 0, Depthwise)}
@@ -194,7 +193,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[Config]:
         return 0.0 if us is None else us  # without a model they keep their order
 
     if of_filter(problem):
-        rings = best(_rings(problem), 3) if unsupported_by(DepthwiseRing, device) is None else []
+        rings = best(_in_parts(problem, DepthwiseRing), 3) if _fits_ring(problem) and unsupported_by(DepthwiseRing, device) is None else []
         yield from sorted([*best(_gradients(problem, device), 1 if rings else 3), *rings], key=expected)
     else:
         strips = best(_strips(problem), 2) if device.backend == "cuda" else []
@@ -236,27 +235,22 @@ def _strips(problem: ConvProblem) -> Iterator[Config]:
 
 
 def _gradients(problem: ConvProblem, device: Device) -> Iterator[Config]:
-    """Configurations of wgrad. All threads of all parts but the last walk down equally many strips."""
-    if not unrolled(problem):
+    """Configurations of wgrad."""
+    if unrolled(problem):
+        yield from _in_parts(problem, DepthwiseWgrad, 1)
+    else:
         one = DepthwiseWgrad(4)
         rounds = partition_of(problem, one).rounds
         wanted = min(ceil(8 * device.multiprocessors, max(grid_of(problem, one), 1)), 4 * device.multiprocessors)
         yield DepthwiseWgrad(4, ceil(rounds, ceil(rounds, wanted)) if rounds else 1)
-        return
-    for rows in _rows(problem.filter_size[1], images_of(problem) * ceil(problem.filter_size[2], COLUMNS) * problem.K):
-        rounds = partition_of(problem, DepthwiseWgrad(rows)).rounds
-        for parts in dict.fromkeys(ceil(rounds, each) for each in (1, 2, 3, 4, 6, 8) if rounds):
-            yield DepthwiseWgrad(rows, parts)
-        yield DepthwiseWgrad(rows)
 
 
-def _rings(problem: ConvProblem) -> Iterator[Config]:
-    """Configurations whose rows arrive in shared memory before they are used."""
-    if not _fits_ring(problem):
-        return
+def _in_parts(problem: ConvProblem, kind: type[DepthwiseWgrad | DepthwiseRing], *more: int) -> Iterator[Config]:
+    """Strips and numbers of parts, `more` among them. All threads of all parts but the last walk down equally many strips."""
     for rows in _rows(problem.filter_size[1], images_of(problem) * ceil(problem.filter_size[2], COLUMNS) * problem.K):
-        rounds = partition_of(problem, DepthwiseRing(rows)).rounds
-        yield from (DepthwiseRing(rows, parts) for parts in dict.fromkeys(ceil(rounds, each) for each in (1, 2, 3, 4, 6, 8) if rounds))
+        rounds = partition_of(problem, kind(rows)).rounds
+        parts = (ceil(rounds, each) for each in (1, 2, 3, 4, 6, 8) if rounds)
+        yield from (kind(rows, count) for count in dict.fromkeys((*parts, *more)))
 
 
 def _threads(device: Device) -> int:

@@ -188,7 +188,6 @@ def adds_border(source: ConvProblem, problem: ConvProblem, config: Config) -> bo
 def schedule(
     problem: ConvProblem, config: Config, device: Device, with_moments: bool = False, source: ConvProblem | None = None
 ) -> Schedule:
-    """The launches of `config` for `problem`."""
     filter_size, size = unrolled_by(problem, type(config)), math.prod(problem.result_shape)
     if isinstance(config, DepthwiseRing):
         defines = {"TYPE": DTYPE_CODES[problem.dtype], "TAPS": filter_size, "STRIDE": problem.dilation[1]}
@@ -197,7 +196,7 @@ def schedule(
         args: Any = _ring_arguments(source or problem, config)
         defines |= {} if source is None else {"BORDERED": 1}
         launch = KernelLaunch("depthwise_nhwc_wgrad_ring", defines, grid_of(problem, config), THREADS, buffers, (), arguments=args)
-        return Schedule.plain([[launch]]) if whole else _with_sum(problem, config.PARTS, launch)
+        return Schedule.plain([[launch]]) if whole else split_sum.in_parts(problem, launch, config.PARTS)
     defines = {"DTYPE": DTYPE_CODES[problem.dtype], "V": vector_of(problem, type(config)), "INDEX_64": int(needs_64_bits(problem))}
     if isinstance(config, DepthwiseWgrad):
         parts = config.PARTS
@@ -208,7 +207,7 @@ def schedule(
         buffers = INPUT, WEIGHT, RESULT if parts == 1 else WORKSPACE
         args = _wgrad_arguments(problem, config)
         launch = KernelLaunch("depthwise_nhwc_wgrad", defines, grid_of(problem, config), THREADS, buffers, (), arguments=args)
-        return Schedule.plain([[launch]]) if parts == 1 else _with_sum(problem, parts, launch)
+        return Schedule.plain([[launch]]) if parts == 1 else split_sum.in_parts(problem, launch, parts, accumulator_bytes(problem))
     buffers = OPERANDS
     if filter_size:
         defines |= {"R": filter_size, "S": filter_size, "STRIDE": problem.stride[1]}
@@ -222,12 +221,6 @@ def schedule(
         defines |= {"TILE_P": config.TILE_P, "TILE_Q": config.TILE_Q, "DGRAD": int(dgrad)}
     layer = finish_constants(args)
     return Schedule.plain([[KernelLaunch(kernel, defines, grid_of(problem, config), THREADS, buffers, (), arguments=args, layer=layer)]])
-
-
-def _with_sum(problem: ConvProblem, parts: int, launch: KernelLaunch) -> Schedule:
-    """`launch` and the launch that adds the parts of the sum that it leaves in the workspace."""
-    nbytes = parts * math.prod(problem.result_shape) * accumulator_bytes(problem)
-    return Schedule.plain([[launch], [split_sum.reduce_launch(problem, parts, WORKSPACE)]], nbytes)
 
 
 def _tile_arguments(problem: ConvProblem, config: Depthwise) -> Any:

@@ -240,7 +240,6 @@ COST_TERMS = {layout: CostTerms(*terms) for layout, terms in COST.COST_TERMS.ite
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[DepthwiseToeplitz]:
-    """The configurations worth comparing for `problem`."""
     for config in map(DepthwiseToeplitz, UNITS[problem.layout]):
         if LEGAL.refusal(problem, config) is None and (unit := _unit(problem, config)) and unit.shared <= shared_limit(device):
             yield config

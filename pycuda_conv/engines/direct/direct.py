@@ -53,7 +53,7 @@ from pycuda_conv.engines.geometry import (
 from pycuda_conv.engines.layout import rims
 from pycuda_conv.engines.limits import Takes, Tiles
 from pycuda_conv.engines.schedule import FINISH, INPUT, RESULT, STATIC_SHARED_BYTES, WEIGHT, WORKSPACE, Schedule
-from pycuda_conv.engines.split_sum import reduce_launch
+from pycuda_conv.engines.split_sum import in_parts
 from pycuda_conv.engines.split_sum import time as reduce_time
 from pycuda_conv.engines.variants import fixed
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
@@ -198,7 +198,6 @@ def border_time(source: ConvProblem, config: Config) -> float:
 def schedule(
     problem: ConvProblem, config: Config, device: Device, with_moments: bool = False, source: ConvProblem | None = None
 ) -> Schedule:
-    """The launches of `config` for `problem`."""
     kernel, make = _KERNELS[type(config)]
     defines, args, layer, room = make(source or problem, config)
     threads = config.TILE_P // config.ROWS * config.TILE_Q if isinstance(config, Tile) else defines["THREADS"]
@@ -216,9 +215,7 @@ def schedule(
     if room and device.backend != "cuda":
         defines["ROOM"], shared = STATIC_SHARED_BYTES // accumulator_bytes(problem), 0
     launch = KernelLaunch(kernel, defines, _grid(problem, config), threads, buffers, (), shared=shared, arguments=args, layer=layer)
-    if split == 1:
-        return Schedule.plain([[launch]])
-    return Schedule.plain([[launch], [reduce_launch(problem, split, WORKSPACE)]], split * size * accumulator_bytes(problem))
+    return Schedule.plain([[launch]]) if split == 1 else in_parts(problem, launch, split, accumulator_bytes(problem))
 
 
 def _single(problem: ConvProblem, config: Single) -> Made:
@@ -335,7 +332,6 @@ def sum_order(problem: ConvProblem, config: Config) -> Hashable:
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
-    """A text for each tile and type, and one with the constants of each common filter."""
     for code in DTYPE_CODES.values():
         acc = 8 if code == 64 else 4
         room = {} if device.backend == "cuda" else {"ROOM": (STATIC_SHARED_BYTES // acc,)}
@@ -507,7 +503,6 @@ def _for_little_work(problem: ConvProblem, device: Device) -> Iterator[Config]:
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Config]:
-    """The configurations that are worth measuring for `problem`."""
     if problem.layout == "CNHW":
         yield from wgrad_configs(problem, device)
         return

@@ -96,7 +96,6 @@ LEGAL = Tiles(
 
 
 def schedule(problem: ConvProblem, config: Gemm, device: Device, with_moments: bool = False) -> Schedule:
-    """The launches of `config` for `problem`."""
     split, redoes = config.SPLIT_K, few_have_taps(problem)
 
     def steps(filter_last: bool) -> list[list[KernelLaunch]]:
@@ -166,7 +165,6 @@ def sum_order(problem: ConvProblem, config: Gemm) -> Hashable:
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
-    """A text for each tile and type, and for each way to read operands."""
     guarded, on_gpu = Gemm(128, 128, 16, 8, 8, 1), device.backend == "cuda"
     for dtype, code in DTYPE_CODES.items():
         # among 16-bit arrays only what Hopper's loads read along with windows is recomputed
@@ -199,7 +197,6 @@ def _rates(problem: ConvProblem) -> dict[Gemm, float]:
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Gemm]:
-    """The configurations worth comparing for `problem`."""
     reduction = problem.operand_channels // problem.groups * math.prod(problem.filter_size)
     for tile in _rates(problem):
         for split in splits(problem, reduction // 128):

@@ -63,7 +63,6 @@ LEGAL = Tiles(TAKES, PatchWgrad, blocks=_grid, together={("BLOCK_M", "BLOCK_N"):
 
 
 def schedule(problem: ConvProblem, config: PatchWgrad, device: Device, with_moments: bool = False) -> Schedule:
-    """The launches of `config` for `problem`."""
     args, size, slices = _arguments(problem, config), math.prod(problem.result_shape), config.SLICES
     thread_m, thread_n = TILES[config.BLOCK_M, config.BLOCK_N]
     defines = {
@@ -93,7 +92,6 @@ def _arguments(problem: ConvProblem, config: PatchWgrad) -> Any:
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
-    """A text for a tile, a type and a layout."""
     if device.backend != "cuda":  # nothing is chosen here on other devices
         return
     for (block_m, block_n), (thread_m, thread_n) in TILES.items():

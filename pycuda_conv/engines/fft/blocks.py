@@ -12,7 +12,7 @@ from functools import cache, lru_cache
 from itertools import combinations_with_replacement, product
 from typing import Any
 
-from pycuda_conv.engines.base import AMONG_TRANSFORMS, FLAG, Config, Device, KernelLaunch, VariantSet, fastest, kernel_struct
+from pycuda_conv.engines.base import BY_RULE, FLAG, Config, Device, KernelLaunch, VariantSet, fastest, kernel_struct
 from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.geometry import NO_SIDES, arguments, bits, by_axis, ceil, filter_strides, near_sides, needs_64_bits
 from pycuda_conv.engines.limits import NOT_EMPTY, UNIT_STEPS, Takes, Tiles
@@ -33,7 +33,8 @@ class BlockFft(Config):
         """Of transforms along the depth, columns and rows; 1 for none."""
         return self.LENGTH_D, self.LENGTH_H, self.LENGTH_W
 
-CONFIGS, LAYOUTS, MOST_VARIANTS = (BlockFft,), ("NCHW",), {"cuda": 96}
+
+CONFIGS, LAYOUTS, MOST_VARIANTS, BY_IMAGE = (BlockFft,), ("NCHW",), {"cuda": 96}, True
 COST = costs("fft.blocks")
 BlocksArguments = kernel_struct("blocks.cuh", "BlocksArguments")
 #: blocks.cuh's BATCH, the largest first; its MASKS, SEGMENTS, ENTRY. By BATCH, threads of a block, and blocks whose registers fit a
@@ -117,6 +118,7 @@ class _Blocks:
 
     used: tuple[int, int, int]  # results of a block
     count: tuple[int, int, int]  # blocks of an image
+    each: int  # their number, even where no pair may be of two images: then the last block may lie outside
     pairs: int  # of blocks of a channel, over all images; the last block may be alone
 
     @classmethod
@@ -127,7 +129,9 @@ class _Blocks:
         used_d, used_h, used_w = (n - taps + 1 for n, taps in zip(lengths, problem.filter_size, strict=True))
         o, p, q = problem.result_size
         count = ceil(o, max(used_d, 1)), ceil(p, max(used_h, 1)), ceil(q, max(used_w, 1))
-        return cls((used_d, used_h, used_w), count, ceil(problem.N * math.prod(count), 2))
+        each = math.prod(count)
+        each += each % 2 if problem.batch_invariant else 0
+        return cls((used_d, used_h, used_w), count, each, ceil(problem.N * each, 2))
 
 
 def _fits(problem: ConvProblem, config: BlockFft) -> str | None:
@@ -150,7 +154,6 @@ LEGAL = Tiles(TAKES, BlockFft, _fits)
 
 
 def adds_border(source: ConvProblem, problem: ConvProblem, config: BlockFft) -> bool:
-    """Whether :func:`schedule` takes the image of `source`, which has a border, for the wider one of `problem`."""
     return source.direction == "fprop"
 
 
@@ -296,11 +299,10 @@ def _arguments(
         }  # fmt: skip
     else:
         firsts = (-pad if forward else pad - (n - 1) for pad, n in zip(read.padding_before, problem.filter_size, strict=True))
-        count = math.prod(blocks.count)
         what = {
             "image_stride": groups * d * h * w, "group_stride": d * h * w, "d": d, "h": h, "w": w, **by_axis("first_", tuple(firsts)),
-            "start": 0, "plane_step": h * w, "row_step": w, "column_step": 1, "gain": bits(1.0, 8), "blocks": count,
-            "blocks_of_plane": blocks.count[1] * blocks.count[2], "blocks_w": blocks.count[2], "all_blocks": problem.N * count,
+            "start": 0, "plane_step": h * w, "row_step": w, "column_step": 1, "gain": bits(1.0, 8), "blocks": blocks.each,
+            "blocks_of_plane": blocks.count[1] * blocks.count[2], "blocks_w": blocks.count[2], "all_blocks": problem.N * blocks.each,
             "at_once": 2, "pairs": blocks.pairs,
         }  # fmt: skip
     of_w, checked = factors(length_w) or (), problem.dtype != "float64"
@@ -403,7 +405,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[BlockFft]:
         return
     taps, least = math.prod(problem.filter_size), LEAST_OF_LINE if _is_line(problem) else LEAST_TAPS
     simple = max(problem.stride) == max(problem.dilation) == 1 and problem.operand_channels == problem.groups
-    if simple and not problem.is_empty and (taps >= least or (problem.algorithm == "fft" and not _is_line(problem))):
+    if simple and not problem.is_empty and (taps >= least or problem.algorithm == "fft"):
         yield from _best(problem, shared_limit(device), device.multiprocessors)
 
 
@@ -414,4 +416,4 @@ def choose(problem: ConvProblem, device: Device) -> tuple[float, BlockFft] | Non
         return found
     us, config = found
     plain = spread(problem.macs / COST.PLAIN_RATE, device.multiprocessors)
-    return (us * AMONG_TRANSFORMS if us < plain else us), config
+    return (BY_RULE if us < plain else us), config

@@ -168,7 +168,6 @@ def _finish(problem: ConvProblem, args: Transforms, sums: int, limits: int) -> K
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
-    """A text for each type."""
     yield VariantSet("library_fft", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "THREADS": (THREADS,)})
 
 

@@ -377,12 +377,10 @@ def _arguments(
 
 
 def filter_key(problem: ConvProblem, config: DenseNhwc) -> Hashable:
-    """Equal for problems whose filter is transposed alike."""
     return "transposed", problem.direction, problem.dtype, problem.C, problem.K, problem.filter_size
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
-    """A text for each tile, cluster, type, filter layout, and for one or more phases."""
     for (rows, columns), clusters in (PHASED_TILES | TILES).items():
         for mn_major, cluster, kind in product((0, 1), clusters, ELEMENTS.values()):
             stages = _max_stages(rows, columns, cluster, bool(mn_major and kind != FLOAT))
@@ -397,14 +395,12 @@ def variants(device: Device) -> Iterator[VariantSet]:
 
 
 def _is_listed(d: Mapping[str, int]) -> bool:
-    """Whether a product with these defines is ever launched."""
     if d["W_MN_MAJOR"] and d["TYPE"] == FLOAT and not _may_transpose(d["BLOCK_M"], d["BLOCK_N"]):
         return False
     return d["CLUSTER"] in (PHASED_TILES if d["PHASES"] == PHASES else TILES).get((d["BLOCK_M"], d["BLOCK_N"]), ())
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[DenseNhwc]:
-    """The configurations worth comparing for `problem`."""
     addressings = _addressed(problem)[1]
     blocks, mn_major = _blocks(problem, addressings[0]), _reads_mn_major(problem)
     for (rows, columns), clusters in (TILES if count_phases(problem) == 1 else PHASED_TILES).items():

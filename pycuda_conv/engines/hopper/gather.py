@@ -121,7 +121,6 @@ def _max_stages(rows: int, columns: int, cluster: int) -> int:
 
 
 def schedule(problem: ConvProblem, config: GatherNhwc, device: Device, with_moments: bool = False) -> Schedule:
-    """The launches of `config`, which can run `problem`; they note no moments."""
     taps, size = math.prod(problem.filter_size), problem.itemsize
     elements = taps * problem.operand_channels
     # strides of the filter, in elements: of a channel of the result, of a tap (1), of a channel of the input
@@ -181,7 +180,6 @@ def _tiles(problem: ConvProblem, config: GatherNhwc) -> tuple[int, int]:
 
 
 def _arguments(problem: ConvProblem, config: GatherNhwc) -> Any:
-    """The kernel's arguments."""
     (phase,), runs = phases(problem), _runs(problem)
     across, down = _tiles(problem, config)
     each, blocks = runs.copy // problem.itemsize, _stages(problem)
@@ -196,7 +194,6 @@ def _arguments(problem: ConvProblem, config: GatherNhwc) -> Any:
 
 
 def filter_key(problem: ConvProblem, config: GatherNhwc) -> Hashable:
-    """Equal for problems whose filter is transposed alike."""
     return "gathered", problem.direction, problem.dtype, problem.C, problem.K, problem.filter_size
 
 

@@ -89,7 +89,6 @@ def _max_stages_of(rows: int, pixels: int, cluster: int, groups: int) -> Gathere
 
 
 def schedule(problem: ConvProblem, config: GatheredPlanes, device: Device, with_moments: bool = False) -> Schedule:
-    """The launches of `config`, which can run `problem`."""
     down, across, steps = _tiles(problem, config)
     backward, gathers = problem.direction == "dgrad", _gathers_filter(problem)
     args = arguments(
@@ -127,7 +126,6 @@ def _tiles(problem: ConvProblem, config: GatheredPlanes) -> tuple[int, int, int]
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
-    """A text for each tile, CLUSTER, type and direction."""
     for (rows, pixels), shares in TILES.items():
         for cluster, groups in shares:
             choices = fixed(_max_stages_of(rows, pixels, cluster, groups)) | {"TYPE": tuple(ELEMENTS.values()), "W_TRANSPOSED": FLAG}
@@ -135,7 +133,6 @@ def variants(device: Device) -> Iterator[VariantSet]:
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[GatheredPlanes]:
-    """The configurations worth comparing for `problem`."""
     for (rows, pixels), shares in TILES.items():
         for cluster, groups in shares:
             config = _max_stages_of(rows, pixels, cluster, groups)

@@ -256,7 +256,6 @@ def _arguments(
 
 
 def filter_key(problem: ConvProblem, config: ImplicitGemm) -> Hashable:
-    """Equal for problems whose filter is packed alike."""
     return packed_key(problem, windows=True)
 
 
@@ -290,7 +289,6 @@ SECTOR = 32  # bytes that memory writes at once
 
 
 def configs(problem: ConvProblem, device: Device) -> tuple[ImplicitGemm, ...]:
-    """The configurations worth comparing for `problem`."""
     return _configs(problem)
 
 
@@ -311,26 +309,16 @@ def _worth_comparing(problem: ConvProblem) -> Iterator[ImplicitGemm]:
             continue
         if tile.is_pingpong and problem.has_residual and tile.BLOCK_N > 160:  # registers do not hold both the sums and the residual
             continue
-        depths = tile.depths
-        if not tile.is_pingpong:
-            in_parts = problem.itemsize == 4 or may_split(defines | {"BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N})
-            for split in splits(problem, _steps(problem) // 4 if in_parts else 1):
-                yield from _deepest(problem, _changed(tile, split, tile.STAGES), depths)
-        else:
-            yield from _deepest(problem, tile, depths)
+        in_parts = problem.itemsize == 4 or may_split(defines | {"BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N})
+        for split in splits(problem, _steps(problem) // 4 if in_parts and not tile.is_pingpong else 1):
+            least = _changed(tile, split, tile.depths[-1])
+            if LEGAL.refusal(problem, least) is None:  # what has room for more stages has room for fewer
+                yield _changed(tile, split, least.ring_for(problem).deepest(tile.depths))
 
 
 @lru_cache(maxsize=4096)  # few tiles, for every problem again
 def _changed(tile: ImplicitGemm, split: int, stages: int) -> ImplicitGemm:
     return replace(tile, SPLIT=split, STAGES=stages)
-
-
-def _deepest(problem: ConvProblem, config: ImplicitGemm, depths: tuple[int, ...]) -> Iterator[ImplicitGemm]:
-    """`config` with the most stages of `depths` (largest first) that it can have; nothing if it can't run with the fewest."""
-    least = _changed(config, config.SPLIT, depths[-1])
-    if LEGAL.refusal(problem, least) is not None:  # what has room for more stages has room for fewer
-        return
-    yield _changed(config, config.SPLIT, least.ring_for(problem).deepest(depths))
 
 
 def _steps(problem: ConvProblem) -> int:

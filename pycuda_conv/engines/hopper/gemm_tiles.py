@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from typing import Any, ClassVar, Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing, packed_layout, why_not
-from pycuda_conv.engines.base import FLAG, Config, Device, GoneError, VariantSet
+from pycuda_conv.engines.base import FLAG, Config, Device, VariantSet
 from pycuda_conv.engines.geometry import Phase, ceil, repeats
 from pycuda_conv.engines.hopper.common import most_shared
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring
@@ -61,7 +61,6 @@ class ImplicitGemm(Config):
     SPLIT: int = 1
     schedule: Pipeline = "cooperative"
 
-    FORMER: ClassVar[Mapping[str, str]] = {"ROWS": "BLOCK_M", "PIXELS": "BLOCK_N"}
     packs_images: ClassVar[bool] = True  # unless they are already 16-bit and channels last
 
     def __post_init__(self) -> None:
@@ -135,27 +134,6 @@ class ImplicitGemm(Config):
         """Tiles of a group along the channels, and along the pixels of the launch's largest phase."""
         plane = max(math.prod(addressing.phase.size) for addressing in addressings)
         return ceil(problem.result_channels // problem.groups, self.BLOCK_M), ceil(problem.N * plane, self.BLOCK_N)
-
-    @classmethod
-    def from_table(cls, values: Mapping[str, Any]) -> ImplicitGemm:
-        """:meth:`Config.from_table` for older tables too: they have flags, and a `loader`, of which one is left.
-
-        Raises
-        ------
-        GoneError
-            It is one of the loaders that loaded an image's patch once for all taps.
-        ValueError
-        """
-        flags = {name: value for name, value in values.items() if name in ("POINTWISE", "HALO", "RAW", "PINGPONG")}
-        if not all(isinstance(value, bool) for value in flags.values()):
-            raise ValueError(f"flags must be true or false, but are {flags}")
-        loader = values.get("loader", "im2col")
-        if loader in ("halo", "halo_split") or flags.get("HALO") or flags.get("RAW"):
-            raise GoneError("no kernel loads an image's patch once for all taps any more")
-        if loader not in ("im2col", "planes"):
-            raise ValueError(f"loader must be im2col, but is {loader!r}")
-        former = {"schedule": "pingpong"} if flags.get("PINGPONG") else {}
-        return super().from_table({name: value for name, value in values.items() if name not in (*flags, "loader")} | former)
 
 
 def form(problem: ConvProblem) -> tuple[PackedLayout, tuple[PhaseAddressing, ...]]:
@@ -342,32 +320,17 @@ _PAIRED: dict[str, tuple[int, ...]] = {
 
 
 def _is_listed(d: Mapping[str, int]) -> bool:
-    """Whether a product with these defines is ever launched."""
-    consumer, three = d["WGMMA_N"], d["PRODUCTS"] > 1
+    three, dense, last, apart = d["PRODUCTS"] > 1, bool(d["DENSE"]), bool(d["NHWC"]), d["VEC"] == 1
     parts = d["OUT"] == FLOAT and d["BF16"]
-    if not written_so(d) or (d["NHWC"] and d["DENSE"] and d["VEC"] == 1) or not d["STAGES"] or (d["PHASES"] > 1) == d["DENSE"]:
-        return False
-    seldom = rarity(d)
     tile = ImplicitGemm(d["BLOCK_M"], d["BLOCK_N"], schedule="twin" if d.get("TWIN") else PIPELINES[d["PINGPONG"]])
-    if tile not in ordinary_tiles(seldom, three, bool(d["DENSE"])):
+    if tile not in ordinary_tiles(rarity(d), three, dense) or not written_so(d) or not d["STAGES"] or (d["PHASES"] > 1) == dense:
         return False
-    if consumer > (256 if not three else 136):
+    if apart and dense and (last or d["LOAD_CHANNELS"] < 64):
         return False
-    stores = d["NHWC"] and d["DENSE"] and consumer % 32 == 0 and d["VEC"] == 4
-    if d["TENSOR_STORE"] != stores:
+    if d["TENSOR_STORE"] != (last and dense and d["WGMMA_N"] % 32 == 0 and not apart):
         return False
-    if parts and (d["PINGPONG"] or not may_split(d)):
+    if d["W_MN_MAJOR"] and (three or not last or d["LOAD_CHANNELS"] != 64 or apart or (d["OUT"] == FLOAT and not dense)):
         return False
-    if d["INTERLEAVE_COLUMNS"] and d["PINGPONG"]:
-        return False
-    if d["W_MN_MAJOR"] and (three or not d["NHWC"] or d["LOAD_CHANNELS"] != 64 or d["VEC"] == 1):
-        return False
-    if d["W_MN_MAJOR"] and d["OUT"] == FLOAT and not d["DENSE"]:
-        return False
-    if d["VEC"] == 1 and d["DENSE"] and d["LOAD_CHANNELS"] < 64:
-        return False
-    if d.get("TWIN") and (d["NHWC"] or parts):
-        return False
-    if d["PINGPONG"]:
-        return not three and d["BLOCK_M"] == 128 and not (d["NHWC"] and d["BLOCK_N"] % 32)
-    return True
+    if tile.is_pingpong:
+        return not (parts or d["INTERLEAVE_COLUMNS"] or (last and d["BLOCK_N"] % 32))
+    return not (tile.is_twin and (last or parts)) and (not parts or may_split(d))

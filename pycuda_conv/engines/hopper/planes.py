@@ -82,7 +82,6 @@ def _max_stages_of(rows: int, pixels: int) -> Planes:
 
 
 def schedule(problem: ConvProblem, config: Planes, device: Device, with_moments: bool = False) -> Schedule:
-    """The launches of `config`, which can run `problem`."""
     down, across, steps = _tiles(problem, config)
     args = arguments(PlanesProduct, problem, tiles=problem.N * down * across, tiles_m=down, tiles_n=across, steps=steps)
     backward = problem.direction == "dgrad"
@@ -128,14 +127,12 @@ def _tiles(problem: ConvProblem, config: Planes) -> tuple[int, int, int]:
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
-    """A text for each tile, type and direction."""
     for tile in TILES:
         choices = fixed(_defines(_max_stages_of(*tile))) | {"TYPE": (HALF, BFLOAT), "W_MN_MAJOR": FLAG}
         yield VariantSet("hopper_planes", choices, arch="sm_90a")
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Planes]:
-    """The configurations worth comparing for `problem`."""
     for rows, pixels in TILES:
         if rows == 64 or problem.result_channels > rows - 64:
             yield _max_stages_of(rows, pixels)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, ClassVar
+from typing import Any
 
 from pycuda_conv.engines.base import FLAG, Config, ConvProblem, VariantSet, costs, kernel_struct
 from pycuda_conv.engines.costs import together
@@ -32,19 +32,13 @@ DEPTHS = (6, 5, 4, 3)  # stages of a ring that are tried
 class Pointwise(Config):
     """One tile of ``hopper/pointwise.cu``.
 
-    BLOCK_N columns, BLOCKS times 16 rows of each warp, the STAGES of its ring, and SPLIT parts of k. SWAPPED: rows of wgrad are input
-    channels and columns output channels, instead of the reverse. RAW_FILTER: every block of a forward convolution splits what it loads
-    of the filter itself, so no launch has to split it; this is for filters that are not kept split.
+    BLOCK_N columns, BLOCKS times 16 rows of each warp, the STAGES of its ring, and SPLIT parts of k.
     """
 
     BLOCK_N: int = 64
     BLOCKS: int = 2
     STAGES: int = 4
     SPLIT: int = 1
-    SWAPPED: bool = False
-    RAW_FILTER: bool = False
-
-    FORMER: ClassVar[Mapping[str, str]] = {"COLUMNS": "BLOCK_N"}
 
     @property
     def rows(self) -> int:
@@ -53,7 +47,7 @@ class Pointwise(Config):
 
 
 CONFIGS, LAYOUTS, RUNS_ON, TENSOR_CORES, MOST_VARIANTS = (Pointwise,), ("NCHW", "NHWC", "CNHW"), HOPPER, True, {"cuda": 58}
-ORDER = "SPLIT", "SWAPPED"  # what the order of sums depends on
+ORDER = ("SPLIT",)  # what the order of sums depends on
 COST = costs("hopper.pointwise")
 PointwiseProduct = kernel_struct("hopper_pointwise", "PointwiseProduct")
 #: The arguments of ``split_filter``.
@@ -75,10 +69,8 @@ def _fits(problem: ConvProblem, config: Pointwise) -> str | None:
         return f"a tile has {most} columns in all its blocks"
     if config.BLOCKS == 1 and problem.layout == "NCHW":
         return "a thread takes four neighbouring pixels of an image"
-    if (config.SWAPPED or config.SPLIT > 1) and not _wgrad(problem):
-        return "the gradient of a filter alone is swapped or split"
-    if config.RAW_FILTER and not (products(problem) == 3 and _lies(problem)):
-        return "of forward convolutions, with three products, a filter's channels of a multiple of 16 bytes are split as they are loaded"
+    if config.SPLIT > 1 and not _wgrad(problem):
+        return "the gradient of a filter alone is split"
     return _ring(config, limbs(problem)).refusal(config.STAGES, config.SPLIT)
 
 
@@ -97,14 +89,9 @@ def _wgrad(problem: ConvProblem) -> bool:
     return problem.layout == "CNHW"
 
 
-def _lies(problem: ConvProblem) -> bool:
-    """Whether a tensor load can read the filter as it lies."""
-    return problem.direction == "fprop" and not _wgrad(problem) and problem.operand_channels % 4 == 0
-
-
 def _reads_filter(problem: ConvProblem) -> bool:
-    """Whether the filter is always read as it lies; the tensor load rounds it to TF32."""
-    return products(problem) == 1 and _lies(problem)
+    """Whether the filter is read as it lies; the tensor load rounds it to TF32."""
+    return products(problem) == 1 and problem.direction == "fprop" and not _wgrad(problem) and problem.operand_channels % 4 == 0
 
 
 def _stage_bytes(config: Pointwise, limbs_each: int) -> tuple[int, int]:
@@ -135,9 +122,8 @@ class _Product:
         plane, read, written = math.prod(problem.operand_size), problem.operand_channels, problem.result_channels
         boxes, images, busy = ceil(plane, 32), problem.N, WARPS
         if _wgrad(problem):
-            rows, columns = (images, written) if config.SWAPPED else (written, images)
-            down, steps = ceil(rows, config.rows), read * boxes
-            places = (1, images) if config.SWAPPED else (images, 1)
+            rows, columns, steps = written, images, read * boxes
+            down, places = ceil(rows, config.rows), (images, 1)
         elif problem.layout == "NHWC":
             rows, columns, steps = images * plane, written, ceil(read, 32)
             down, places = ceil(rows, config.rows), (written, 1)
@@ -177,15 +163,12 @@ def schedule(problem: ConvProblem, config: Pointwise, device: Device, with_momen
     product, split = _Product.of(problem, config, multiprocessors), config.SPLIT > 1
     defines = {
         "BLOCK_N": config.BLOCK_N, "BLOCKS": config.BLOCKS, "STAGES": config.STAGES, "LIMBS": limbs(problem), "WGRAD": int(_wgrad(problem)),
-        "NHWC": int(problem.layout == "NHWC"), "MOMENTS": int(layout.moments is not None), "RAW_FILTER": 0,
+        "NHWC": int(problem.layout == "NHWC"), "MOMENTS": int(layout.moments is not None),
     }
     target: BufferSlice = scratch.take(4 * config.SPLIT * math.prod(problem.result_shape)) if split else RESULT
     prepare: list[list[KernelLaunch]] = []
     if _wgrad(problem):
-        operands = [(WEIGHT, problem.K), (INPUT, problem.N)]  # dy, x
-        if config.SWAPPED:
-            operands.reverse()
-        maps = [_planes(problem, *operand, rows) for operand, rows in zip(operands, (config.rows, config.BLOCK_N), strict=True)]
+        maps = [_planes(problem, WEIGHT, problem.K, config.rows), _planes(problem, INPUT, problem.N, config.BLOCK_N)]  # dy, x
     elif _reads_filter(problem):
         maps = [_images(problem, config), _raw_filter(problem, config)]
     else:
@@ -201,11 +184,7 @@ def schedule(problem: ConvProblem, config: Pointwise, device: Device, with_momen
     steps = [[launch]]
     if split:
         steps.append([reduce_launch(problem, config.SPLIT, target)])
-    whole = prepare + steps
-    if config.RAW_FILTER:
-        maps[1] = _raw_filter(problem, config)
-        whole = [[replace(launch, defines=defines | {"RAW_FILTER": 1}, maps=tuple(maps))]]
-    return Schedule(prepare, steps, whole, scratch.used, kept.used, moments=layout.moments)
+    return Schedule(prepare, steps, prepare + steps, scratch.used, kept.used, moments=layout.moments)
 
 
 def _moments(problem: ConvProblem, config: Pointwise) -> Moments | None:
@@ -247,10 +226,9 @@ def _filter(problem: ConvProblem, config: Pointwise, kept: Arena, defines: dict[
 
 
 def _raw_filter(problem: ConvProblem, config: Pointwise) -> TensorMap:
-    """The map of the filter as it lies: a box is 32 channels of all columns of a tile. If there is one limb, the load rounds it."""
+    """The map of the filter as it lies: a box is 32 channels of all columns of a tile, which the load rounds."""
     rows, channels = problem.result_channels, problem.operand_channels
-    dtype = "float32" if config.RAW_FILTER else "tfloat32"
-    return TensorMap(WEIGHT, 0, (channels, rows, 1), (4 * channels, 4 * channels * rows), (32, config.BLOCK_N, 1), 128, dtype)
+    return TensorMap(WEIGHT, 0, (channels, rows, 1), (4 * channels, 4 * channels * rows), (32, config.BLOCK_N, 1), 128, "tfloat32")
 
 
 def filter_key(problem: ConvProblem, config: Pointwise) -> Hashable:
@@ -261,43 +239,29 @@ def filter_key(problem: ConvProblem, config: Pointwise) -> Hashable:
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
-    """A text for each tile, arithmetic and layout."""
     for blocks, columns, limbs_each in product((1, 2), (32, 64, 96, 128), (1, 2)):
         stages = _ring(Pointwise(columns, blocks), limbs_each).deepest(DEPTHS)
         if stages and columns * blocks <= (128 if limbs_each == 2 else 256):
             choices = {
                 "BLOCK_N": (columns,), "BLOCKS": (blocks,), "STAGES": (stages,), "LIMBS": (limbs_each,), "WGRAD": FLAG, "NHWC": FLAG,
-                "MOMENTS": FLAG, "RAW_FILTER": (0, 1)[: limbs_each],
+                "MOMENTS": FLAG,
             }  # fmt: skip
             yield VariantSet("hopper_pointwise", choices, _is_listed, "sm_90a")
 
 
 def _is_listed(d: Mapping[str, int]) -> bool:
-    """Whether a product with these defines is ever launched."""
     if d["WGRAD"]:
-        return d["BLOCKS"] == 1 and not (d["NHWC"] or d["MOMENTS"] or d["RAW_FILTER"])
-    if d["RAW_FILTER"] and d["BLOCK_N"] > RAW_COLUMNS[d["BLOCKS"]]:
-        return False
+        return d["BLOCKS"] == 1 and not (d["NHWC"] or d["MOMENTS"])
     return d["NHWC"] == 1 or d["BLOCKS"] == 2
 
 
-#: The most columns with which a tile is tried with a raw filter, by its BLOCKS: each tile along the rows splits them once more.
-RAW_COLUMNS = {1: 32, 2: 64}
-
-
 def configs(problem: ConvProblem, device: Device) -> Iterator[Pointwise]:
-    """The configurations worth comparing for `problem`."""
-    swaps: tuple[bool, ...] = (False,)
-    parts: tuple[int, ...] = (1,)
-    if _wgrad(problem):
-        swaps, parts = (False, True), splits(problem, _Product.of(problem, Pointwise(), 1).steps // 8)
+    parts = splits(problem, _Product.of(problem, Pointwise(), 1).steps // 8) if _wgrad(problem) else (1,)
     deepest: dict[tuple[int, int], Pointwise] = {}
     for tile in LEGAL.legal(problem, BLOCKS=(1,) if _wgrad(problem) else (1, 2), STAGES=DEPTHS):
         deepest.setdefault((tile.BLOCKS, tile.BLOCK_N), tile)
     for tile in deepest.values():
-        yield from (replace(tile, SPLIT=split, SWAPPED=swap) for split in parts for swap in swaps)
-        if products(problem) == 3 and _lies(problem) and tile.BLOCK_N <= RAW_COLUMNS[tile.BLOCKS]:
-            yield replace(tile, RAW_FILTER=True)
+        yield from (replace(tile, SPLIT=split) for split in parts)
 
 
 def time(problem: ConvProblem, config: Pointwise, device: Device) -> float:
@@ -310,8 +274,7 @@ def time(problem: ConvProblem, config: Pointwise, device: Device) -> float:
     if wgrad:
         of_columns //= limbs(problem)
     cycles = 4 * products(problem) * config.BLOCKS * config.BLOCK_N  # of 4 times 8 of k, by two consumers
-    wait = COST.WAIT_CYCLES + (COST.SPLIT_CYCLES * config.BLOCK_N if config.RAW_FILTER else 0)
-    step = together(COST.TOGETHER, (cycles + wait) / COST.CLOCK, (of_rows + of_columns) / COST.FILL)
+    step = together(COST.TOGETHER, (cycles + COST.WAIT_CYCLES) / COST.CLOCK, (of_rows + of_columns) / COST.FILL)
     # the first of the tiles that share something reads it from memory
     written = rows * min(config.BLOCK_N, product.columns) * 4
     moved = steps * (of_rows / product.across + (of_columns / product.down if wgrad else 0)) + written
@@ -323,6 +286,6 @@ def time(problem: ConvProblem, config: Pointwise, device: Device) -> float:
         us += COST.REDUCE + math.prod(problem.result_shape) * (8 * config.SPLIT + 4) / COST.MEMORY
     if wgrad:
         return us
-    if config.RAW_FILTER or _reads_filter(problem):
+    if _reads_filter(problem):
         return us - COST.SPLIT_TIME
     return us + math.prod(problem.weight_shape) * 12 / COST.MEMORY

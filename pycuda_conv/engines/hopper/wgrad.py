@@ -199,7 +199,6 @@ def border_time(source: ConvProblem, config: WgradNhwc) -> float:
 def schedule(
     problem: ConvProblem, config: WgradNhwc, device: Device, with_moments: bool = False, source: ConvProblem | None = None
 ) -> Schedule:
-    """The launches of `config`, which can run `problem`. With `source` they read its image."""
     scratch, seen = Arena(WORKSPACE), as_seen(problem, config)
     parts = scratch.take(4 * config.SPLIT * part_sums(problem, config)) if config.SPLIT > 1 else None
     places: dict[int, BufferSlice] = {INPUT: INPUT, WEIGHT: WEIGHT}
@@ -362,7 +361,6 @@ def _tiles(problem: ConvProblem, config: WgradNhwc) -> tuple[int, int]:
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
-    """A text for each tile and type."""
     for flipped, (size, codes) in itertools.product((False, True), ((2, (HALF, BFLOAT)), (4, (FLOAT,)), (8, (FLOAT,)))):
         for rows, widths in (FLIPPED_TILES if flipped else TILES)[size].items():
             for columns in widths:

@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
-from pycuda_conv.engines.base import FLAG, Config, ConvProblem, Device, KernelLaunch, VariantSet, fastest, fixed, kernel_struct
+from pycuda_conv.engines.base import FLAG, Config, ConvProblem, Device, KernelLaunch, VariantSet, fixed, kernel_struct
 from pycuda_conv.engines.costs import MULTIPROCESSORS, costs
 from pycuda_conv.engines.geometry import (
     Phase,
@@ -160,7 +160,6 @@ def _lies_along_m(problem: ConvProblem) -> bool:
 
 
 def schedule(problem: ConvProblem, config: Dmma, device: Device, with_moments: bool = False) -> Schedule:
-    """The launches of `config` for `problem`."""
     form, split = _Form.of(problem), config.SPLIT
     workspace, target = (8 * math.prod(problem.result_shape) * split, WORKSPACE) if split > 1 else (0, RESULT)
     after = [[reduce_launch(problem, split, WORKSPACE)]] if split > 1 else []
@@ -178,7 +177,6 @@ def schedule(problem: ConvProblem, config: Dmma, device: Device, with_moments: b
 
 
 def filter_key(problem: ConvProblem, config: Dmma) -> Hashable:
-    """Equal for problems whose filter is packed alike."""
     if not _Form.of(problem).packs:
         return None
     parts = [(part.phase.first, part.phase.every, part.many, part.at) for part in _parts(problem)] if _merges(problem) else []
@@ -360,7 +358,6 @@ def sum_order(problem: ConvProblem, config: Dmma) -> Hashable:
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
-    """A text for each tile and each way to read operands, and one that packs filters."""
     for size, tile in dict.fromkeys([*TILES.items(), *CUT.items()]):
         of_tile = _defines(Dmma(*size), tile, _Form(False, 1, 0, 1), device)
         choices = fixed(of_tile) | {"A_IN_ROWS_OF_K": FLAG, "A_VEC": (1, 2), "B_IN_ROWS_OF_K": FLAG, "B_VEC": (1, 2), "ONE_TAP": FLAG}
@@ -393,7 +390,6 @@ LEGAL = Tiles(
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Dmma]:
-    """The configurations worth comparing for `problem`."""
     return LEGAL.legal(problem, SPLIT=splits(problem, _reduction(problem) // 128))
 
 
@@ -438,15 +434,3 @@ def _lines(problem: ConvProblem, config: Dmma, form: _Form) -> float:
         return config.BLOCK_M + config.BLOCK_N * (1 if problem.layout == "NHWC" else 2)
     apart = problem.stride[-1] if problem.direction == "fprop" else 1  # neighbouring pixels
     return config.BLOCK_M + BLOCK_K * config.BLOCK_N * min(1, apart / 16)
-
-
-#: How much faster the model must find another tile than the usual one: it is another text, for which a call may have to wait.
-USUAL = (64, 64)
-
-
-def choose(problem: ConvProblem, device: Device) -> tuple[float, Dmma] | None:
-    """The configuration that should be fastest, with the usual tile unless another is clearly faster; None if none can run it."""
-    timed = [(time(problem, config, device), config) for config in configs(problem, device)]
-    usual = fastest(one for one in timed if (one[1].BLOCK_M, one[1].BLOCK_N) == USUAL)
-    best = fastest(timed)
-    return usual if best and usual and usual[0] <= COST.CLEARLY * best[0] else best

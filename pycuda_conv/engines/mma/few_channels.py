@@ -154,7 +154,6 @@ LEGAL = Tiles(
 
 
 def schedule(problem: ConvProblem, config: FewChannels, device: Device, with_moments: bool = False) -> Schedule:
-    """The launches of `config`, which can run `problem`; they note no moments."""
     return Schedule.reading(problem, lambda strides: [[_launch(problem, config, device, strides)]], problem.layout == "NHWC")
 
 
@@ -183,7 +182,6 @@ def _launch(problem: ConvProblem, config: FewChannels, device: Device, strides: 
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
-    """A text for each tile, type and arithmetic."""
     common = {"TYPE": tuple(ELEMENTS.values()), "PRODUCTS": (1, 3), "WIDE_LOADS": FLAG}
     for eights, (rows, sixteens) in TILES.items():
         yield VariantSet("few_channels", common | {"COLUMN_TILES": (eights,), "ROWS": (rows,), "PIXEL_TILES": (sixteens,)}, is_multiplied)

@@ -155,7 +155,6 @@ LEGAL = Tiles(
 
 
 def schedule(problem: ConvProblem, config: FewChannelsWgrad, device: Device, with_moments: bool = False) -> Schedule:
-    """The launches of `config`, which can run `problem`."""
     defines = {"TYPE": ELEMENTS[problem.dtype], "LIMBS": limbs(problem), "M_TILES": config.M_TILES, "N_TILES": config.N_TILES}
     whole = config.PARTS == 1 and problem.itemsize == 4  # other sums are rounded by the launch that adds parts
     arrays = (INPUT, WEIGHT) if _roles(problem).flipped else (WEIGHT, INPUT)  # x and dy
@@ -167,7 +166,6 @@ def schedule(problem: ConvProblem, config: FewChannelsWgrad, device: Device, wit
 
 
 def _arguments(problem: ConvProblem, config: FewChannelsWgrad) -> Any:
-    """The kernel's arguments."""
     roles, (blocks_m, blocks_n) = _roles(problem), _blocks(problem, config)
     down, right, (tile_h, tile_w) = roles.down, roles.right, _met(roles, config)
     taps, groups_q = down.taps * right.taps, config.TILE_Q // GROUP
@@ -184,7 +182,6 @@ def _arguments(problem: ConvProblem, config: FewChannelsWgrad) -> Any:
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
-    """A text for each type and each shape of a warp's sums."""
     for split, tiles in TILES.items():
         types = tuple(ELEMENTS.values()) if split == 1 else (FLOAT,)
         for m_tiles, n_tiles in tiles.items():

@@ -195,7 +195,6 @@ def _launch(
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
-    """A text for each type, BLOCK_N and layout."""
     choices = {"TYPE": tuple(ELEMENTS.values()), "BLOCK_N": CHANNELS, "PLANES": FLAG, "PRODUCTS": (1, 3)}
     yield VariantSet("few_inputs", choices, is_multiplied)
 

@@ -168,7 +168,6 @@ LEGAL = Tiles(
 
 
 def schedule(problem: ConvProblem, config: FewPixels, device: Device, with_moments: bool = False) -> Schedule:
-    """The launch of `config`, which can run `problem`; it notes no moments."""
     tile = _tile(problem, config)
     args = tile.phases
     if len(args) > 1:
@@ -194,13 +193,11 @@ def sum_order(problem: ConvProblem, config: FewPixels) -> Hashable:
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
-    """A text for each type and arithmetic, BLOCK_N and CLUSTER."""
     choices = {"TYPE": tuple(ELEMENTS.values()), "PRODUCTS": (1, 3), "BLOCK_N": COLUMNS, "CLUSTER": CLUSTERS, "PHASES": (1, PHASES)}
     yield VariantSet("mma_few_pixels", choices, _is_listed)
 
 
 def _is_listed(d: Mapping[str, int]) -> bool:
-    """Whether a kernel with these defines is ever launched."""
     if d["PHASES"] > 1 and (d["BLOCK_N"] != COLUMNS[0] or d["CLUSTER"] not in PHASED_CLUSTERS):
         return False
     return is_multiplied(d)

@@ -41,7 +41,6 @@ class ImplicitGemm80(Config):
     STAGES: int = 3
     SPLIT: int = 1
 
-    FORMER: ClassVar[Mapping[str, str]] = {"ROWS": "BLOCK_M", "PIXELS": "BLOCK_N"}
     packs_images: ClassVar[bool] = True
 
 
@@ -160,7 +159,6 @@ def _blocks(problem: ConvProblem, config: ImplicitGemm80, addressing: PhaseAddre
 
 
 def filter_key(problem: ConvProblem, config: ImplicitGemm80) -> Hashable:
-    """Equal for problems whose filter is packed alike."""
     return packed_key(problem)
 
 

@@ -174,7 +174,6 @@ LEGAL = Tiles(
 
 
 def schedule(problem: ConvProblem, config: GroupedNhwc, device: Device, with_moments: bool = False) -> Schedule:
-    """The launches of `config`, which can run `problem`; they note no moments."""
     shared = _shared_bytes(problem, config)
     each = list(_launches(problem))
     return Schedule.reading(problem, lambda strides: [[_product(problem, config, device, strides, views, shared) for views in each]])
@@ -213,7 +212,6 @@ def _blocks(problem: ConvProblem, config: GroupedNhwc, device: Device, views: tu
 
 
 def _arguments(problem: ConvProblem, config: GroupedNhwc, w_strides: tuple[int, int, int, int], view: _PhaseView, blocks: int) -> Any:
-    """The kernel's arguments of a phase."""
     units, down, right, phase = _units(problem), view.down, view.right, view.phase
     groups, chunks, (tile_h, tile_w) = problem.groups, _chunks(problem, config.UNITS), _tile_size(view, config)
     jobs_q = ceil(config.IMAGES * config.TILE_Q, COLUMNS)
@@ -236,7 +234,6 @@ def _arguments(problem: ConvProblem, config: GroupedNhwc, w_strides: tuple[int, 
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
-    """A text for each type, and for each number of filter rows that share loads."""
     choices = {"TYPE": tuple(ELEMENTS.values()), "TAPS_R": (1, UNROLLED), "STRIDE_H": (1, 2), "PHASES": (1, PHASES)}
     yield VariantSet("grouped_nhwc", choices, lambda d: d["PHASES"] == 1 if d["TAPS_R"] == UNROLLED else d["STRIDE_H"] == 1)
 

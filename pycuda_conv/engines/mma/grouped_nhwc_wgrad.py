@@ -120,7 +120,6 @@ LEGAL = Tiles(
 
 
 def schedule(problem: ConvProblem, config: GroupedWgrad, device: Device, with_moments: bool = False) -> Schedule:
-    """The launches of `config`, which can run `problem`."""
     defines = {"TYPE": ELEMENTS[problem.dtype], "TAPS": _taps(problem), "WHOLE": int(config.PARTS == 1)}
     buffers = INPUT, WEIGHT, RESULT if config.PARTS == 1 else WORKSPACE
     launch = KernelLaunch(
@@ -131,7 +130,6 @@ def schedule(problem: ConvProblem, config: GroupedWgrad, device: Device, with_mo
 
 
 def _arguments(problem: ConvProblem, config: GroupedWgrad) -> Any:
-    """The kernel's arguments."""
     forward, units, (unit_blocks, tap_blocks) = forward_of(problem), _units(problem), _blocks(problem, config)
     (_, p, q), (tile_h, tile_w) = forward.output_size, _tile_size(problem, config)
     jobs, chunks_x, chunks_y = config.UNITS * units.steps, chunks_read(units, config.UNITS), chunks_written(units, config.UNITS)
@@ -147,7 +145,6 @@ def _arguments(problem: ConvProblem, config: GroupedWgrad) -> Any:
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
-    """A text for each type, for one tap and for several, and for whole sums or parts."""
     yield VariantSet("grouped_nhwc_wgrad", {"TYPE": (HALF, BFLOAT), "TAPS": TAPS, "WHOLE": FLAG})
 
 

@@ -231,13 +231,17 @@ def measure(torch: Any, group: str, mode: str, problem: ConvProblem, ours: dict[
     others = rivals(*arrays) if every_way else {TORCH: torch_way(*arrays, precision=precision)}
     if mode == "fp32" and not every_way:
         others[DEFAULT] = torch_way(*arrays, precision="tf32")
-    kept: dict[str, Any] = {}
 
-    def keeping(name: str, way: Callable[[int], Any]) -> Callable[[int], None]:
-        def call(i: int) -> None:
-            kept[name] = way(i)
+    def rotating(way: Callable[[int], Any]) -> Callable[[int], Any]:
+        """The way with its results in other memory for each set; of large arrays, which have one set, nothing is held."""
+        results: list[Any] = [None] * count
 
-        return call
+        def call(i: int) -> Any:
+            results[i] = None
+            results[i] = way(i)
+            return results[i]
+
+        return call if count > 1 else way
 
     def our_way(plan: Plan) -> Callable[[int], Any]:
         call = plan if plan.problem.layout == problem.layout else called(problem)
@@ -247,12 +251,12 @@ def measure(torch: Any, group: str, mode: str, problem: ConvProblem, ours: dict[
         return lambda i: call(x[i], w[i], out=out[i])
 
     own = {name: our_way(plan) for name, plan in ours.items()}
-    ways = {name: keeping(name, way) for name, way in (own | others).items()}
+    ways = own | {name: rotating(way) for name, way in others.items()}
     errors = reference(torch, problem, sets.x[0], sets.w[0], seed)
     for name, way in list(ways.items()):
         sets.poison()
         try:
-            way(0)
+            result = way(0)
         except (RuntimeError, DeviceMemoryError) as failure:  # a library may refuse a layer, or its workspace has no room
             if name in ours:
                 raise
@@ -260,11 +264,13 @@ def measure(torch: Any, group: str, mode: str, problem: ConvProblem, ours: dict[
             del ways[name]
             continue
         same = name not in ours or ours[name].problem.dtype == problem.dtype
-        found = errors(kept.pop(name), ours[name].problem if same and name in ours else problem)
+        found = errors(result, ours[name].problem if same and name in ours else problem)
+        del result
         row.errors[name] = found.relative
         if name in ours:  # in 16 bits the arrays are rounded first
             row.wrong = row.wrong or not (found.correct if same else found.relative < MOST_ROUNDED)
     if not row.wrong:
+        torch.cuda.empty_cache()  # a way whose workspace has to be allocated anew waits for that, which is not its own time
         times, _ = gpu_times(torch, list(ways.values()), count, EFFORT)
         row.us = {name: bench.median(taken) * 1e6 for name, taken in zip(ways, times, strict=True)}
     return row

@@ -144,6 +144,8 @@ def read(path: Path) -> Picture:
             if "imagecodecs" not in str(error):
                 raise
             raise ToolError(f"{path} is compressed by {page.compression.name}: that takes imagecodecs (pip install imagecodecs)") from error
+        if pixels.dtype.kind not in "biuf":
+            raise ToolError(f"{path} holds {pixels.dtype}; pictures of integers, floats and bool can be filtered, others as .npy files")
         photometric, axes = page.photometric.name, series.axes
         if "S" in axes:
             pixels = np.moveaxis(pixels, axes.index("S"), -1)
@@ -167,7 +169,8 @@ def read(path: Path) -> Picture:
             raise ToolError(f"{path} has colours multiplied by their transparency; convert it to unassociated alpha")
     hidden = None
     if notes.nodata is not None:
-        hidden = (np.isnan(pixels) if np.isnan(notes.nodata) else pixels == pixels.dtype.type(notes.nodata)).any(-1)
+        of_type = pixels.dtype.type(notes.nodata) if pixels.dtype.kind == "f" else notes.nodata  # which an integer type may not hold
+        hidden = (np.isnan(pixels) if np.isnan(notes.nodata) else pixels == of_type).any(-1)
     mode = "1" if pixels.dtype.kind == "b" else ""
     alpha = None if alpha is None else np.ascontiguousarray(alpha)
     return Picture(np.ascontiguousarray(pixels), alpha, hidden, "TIFF", mode, {}, notes, said)
