@@ -235,7 +235,7 @@ def test_dense_tiles_take_more_taps_where_a_gradient_s_border_shows_a_pixel(seed
         given.check(config, seeds=(seed,), filter_last=last)
 
 
-@pytest.mark.parametrize("seed", range(14))
+@pytest.mark.parametrize("seed", range(15))
 def test_gradients_of_filters_sum_region_by_region(seed):
     """dw of channels last: any number of regions of a launch, strides, dilations, groups, both orders of the result, parts that end within a region."""
     rng = np.random.default_rng(4000 + seed)
@@ -243,6 +243,8 @@ def test_gradients_of_filters_sum_region_by_region(seed):
     taps, dilation, stride = [int(n) for n in rng.integers(2, 4, ndim)], int(rng.integers(1, 3)), int(rng.integers(1, 3))
     size, most = [int(n) for n in rng.integers(5, (200, 11, 6)[ndim - 1], ndim)], 3 if ndim < 3 else 2
     pads, modes = sides(rng, pairs_of(rng.integers(0, most, (ndim, 2))), pairs_of(rng.choice(NEAR, (ndim, 2)), str))
+    if seed == 14:  # columns that wrap lie further apart than a tap's offset
+        ndim, dtype, taps, size, dilation, stride, pads, modes = 2, "float16", [3, 3], [4, 270], 1, 1, ((1, 1),) * 2, (("circular",) * 2,) * 2
     groups = 2 if seed % 4 == 3 else 1
     c, k = (64, 72) if seed % 2 else (136, 40)
     size = [max(n, dilation * (t - 1) + 1) for n, t in zip(size, taps, strict=True)]

@@ -180,7 +180,7 @@ REGIONS = 9, 25  # of a launch
 
 def _regions(source: ConvProblem) -> tuple[Region, ...] | None:
     """The regions of dy where the image of `source` has a border; None if loads can't make them."""
-    found = regions(replace(forward_of(source), direction="fprop"))
+    found = regions(replace(forward_of(source), direction="fprop"), True)
     return found if found is not None and len(found) <= REGIONS[-1] else None
 
 
