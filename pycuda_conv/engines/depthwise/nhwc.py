@@ -264,19 +264,7 @@ def _chunk(problem: ConvProblem) -> int:
     return min(fitting, key=lambda chunk: (ceil(problem.K, chunk) * chunk * (1 + 2 / chunk), -chunk))
 
 
-class CostTerms(NamedTuple):
-    """What unrolled loops cost."""
-
-    begin: float  # microseconds of a launch
-    first: float  # instructions a cycle of a scheduler with one block's warp
-    most: float  # the most instructions a cycle
-    hidden: float  # 1: memory and instructions take turns; more: the shorter hides behind the longer
-    step: float  # microseconds that a thread waits for each row
-    memory: float  # bytes a microsecond of 132 multiprocessors
-
-
 COST = costs("depthwise.nhwc")
-COST_TERMS: dict[type[Config], CostTerms] = {kind: CostTerms(*COST.COST_TERMS[kind.__name__]) for kind in (DepthwiseStrips, Depthwise)}
 
 
 def time(problem: ConvProblem, config: Config, device: Device) -> float:
@@ -301,13 +289,14 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float:
         return _ring_time(problem, config, device)
     work = _work(problem, config)
     multiprocessors, blocks = device.multiprocessors, max(grid_of(problem, config), 1)
-    if type(config) in COST_TERMS and problem.dtype != "float64":
-        terms, each = COST_TERMS[type(config)], max(1.0, blocks / multiprocessors)
+    if isinstance(config, DepthwiseStrips | Depthwise) and problem.dtype != "float64":
+        kind, each = type(config).__name__, max(1.0, blocks / multiprocessors)
         together = min(each, work.blocks)  # each block hides the latency of the others
-        rate = min(terms.most, terms.first * together)
+        rate = min(COST.MOST[kind], COST.FIRST[kind] * together)
         busy = each * work.instructions / rate / COST.CLOCK  # each scheduler has a warp of the block
-        moving = spread(problem.bytes / terms.memory, multiprocessors)
-        return terms.begin + float((busy**terms.hidden + moving**terms.hidden) ** (1 / terms.hidden)) + work.steps * terms.step / together
+        moving = spread(problem.bytes / COST.MEMORY[kind], multiprocessors)
+        us = (busy ** COST.HIDDEN[kind] + moving ** COST.HIDDEN[kind]) ** (1 / COST.HIDDEN[kind])
+        return float(COST.BEGIN[kind] + us + work.steps * COST.STEP[kind] / together)
     at_once = work.blocks * multiprocessors
     rounds = blocks / at_once
     if isinstance(config, DepthwiseWgrad) and rounds > 1:  # blocks are long and equal, so the last round takes as long as others
