@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from pycuda_conv.engines import split_sum
 from pycuda_conv.engines.base import BY_RULE, FLAG, Config, Device, VariantSet, costs, unsupported_by
-from pycuda_conv.engines.costs import spread
+from pycuda_conv.engines.costs import MULTIPROCESSORS, spread
 from pycuda_conv.engines.depthwise.nhwc_launch import (
     COLUMNS,
     LEAST_ROWS,
@@ -45,7 +45,7 @@ CHUNKS = (64, 32, 16, 8, 4)
 TILES = ((2, 4), (1, 4), (2, 2), (1, 1))
 OPENCL_TILES = TILES[:1]  # OpenCL needs one tile, and no strips
 SECTOR = 32  # bytes that memory reads at once
-FULL = 2 * THREADS * 132  # threads: two blocks a multiprocessor of Hopper
+FULL = 2 * THREADS  # threads of a multiprocessor: two blocks
 
 
 def adapts(problem: ConvProblem) -> bool:
@@ -215,7 +215,7 @@ def _tiles(problem: ConvProblem, device: Device) -> Iterator[Config]:
     if device.backend != "cuda":
         fitting = OPENCL_TILES
     lanes = problem.N * ceil(problem.K, vector_of(problem, Depthwise))
-    full = [(down, right) for down, right in fitting if ceil(p, down) * ceil(q, right) * lanes >= _threads(device)]
+    full = [(down, right) for down, right in fitting if ceil(p, down) * ceil(q, right) * lanes >= FULL * device.multiprocessors]
     best = next((tile for tile in full if tile[0] <= p), fitting[-1])
     narrow = max(min(chunk, SECTOR // problem.itemsize), vector_of(problem, Depthwise))  # blocks of few channels wait for fewer taps
     yield from (Depthwise(chunk if tile[1] == 4 else narrow, *tile) for tile in dict.fromkeys((best, *fitting)))
@@ -223,7 +223,7 @@ def _tiles(problem: ConvProblem, device: Device) -> Iterator[Config]:
 
 def _rows(p: int, lanes: int) -> list[int]:
     """Rows of strips that leave none much shorter than the others. `lanes` threads walk down a strip: few threads need more strips."""
-    many = (strips for strips in (64, 128, 256) if p >= 8 * strips and 32 * lanes < FULL)
+    many = (strips for strips in (64, 128, 256) if p >= 8 * strips and 32 * lanes < FULL * MULTIPROCESSORS)
     return sorted({ceil(max(p, 1), strips) for strips in (1, 2, 3, 4, 6, 8, 12, 16, 32, *many)}, reverse=True)
 
 
@@ -251,11 +251,6 @@ def _in_parts(problem: ConvProblem, kind: type[DepthwiseWgrad | DepthwiseRing], 
         rounds = partition_of(problem, kind(rows)).rounds
         parts = (ceil(rounds, each) for each in (1, 2, 3, 4, 6, 8) if rounds)
         yield from (kind(rows, count) for count in dict.fromkeys((*parts, *more)))
-
-
-def _threads(device: Device) -> int:
-    """Threads that fill the GPU: two blocks a multiprocessor."""
-    return 2 * THREADS * device.multiprocessors
 
 
 def _chunk(problem: ConvProblem) -> int:

@@ -282,7 +282,8 @@ def _product(
     shared = defines["STAGES"] * stage_bytes(config, form)
     grid = _tiles(problem, config, part) * config.SPLIT
     buffers = (INPUT, weight, *FINISH, target)
-    return KernelLaunch("dmma", defines, grid, _threads(config), buffers, (), shared=shared, arguments=args)
+    threads = 32 * (config.BLOCK_M // tile.WARP_M) * (config.BLOCK_N // tile.WARP_N)
+    return KernelLaunch("dmma", defines, grid, threads, buffers, (), shared=shared, arguments=args)
 
 
 def _tiles(problem: ConvProblem, config: Dmma, part: _Part) -> int:
@@ -300,11 +301,6 @@ def block_k(config: Dmma) -> int:
     """gemm k of a stage."""
     tile = TILES[config.BLOCK_M, config.BLOCK_N]
     return 8 * tile.SLICES
-
-
-def _threads(config: Dmma) -> int:
-    tile = TILES[config.BLOCK_M, config.BLOCK_N]
-    return 32 * (config.BLOCK_M // tile.WARP_M) * (config.BLOCK_N // tile.WARP_N)
 
 
 def _defines(config: Dmma, tile: _Tile, form: _Form, device: Device) -> dict[str, int]:
