@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import simt
 from alike import check_epilogue
-from awkward import BASE
 from modes import asked, dtype_of, ids_of
 from reference import ACTIVATIONS, DTYPES, EPS, Case, assert_close, assert_exact, dgrad, fprop
 
@@ -328,24 +327,3 @@ def test_reads_beside_an_array_and_askew_are_found(read, said):
     step = SimpleNamespace(kernel="reads", source=lambda: source, maps=(), buffers=(0, 1), numbers=(), grid=1, block=32, shared=0)
     with pytest.raises(simt.Wrong, match=said):
         simt.run([[step]], SimpleNamespace(buffers=[np.zeros(36, np.uint8), np.zeros(4, np.uint8)]))
-
-
-DENSE_RUN = (fprop((2, 136, 7, 5), (9, 136, 3, 2), padding=(1, 0)), "fp16 last", DenseNhwc(64, 32, 3))
-STORE_RUN = (BASE, "fp16 last", ImplicitGemm(64, 64, 4))  # it writes boxes
-READS, WRITES = "which a pending product or store still reads", "which a thread wrote without a fence"
-BROKEN = [  # (what is run, what the kernel's text has, what stands there instead, what is said of it)
-    (DENSE_RUN, "ring.wait_empty(at);", "", "more than its 1 arrivals"),
-    (DENSE_RUN, "ring.wait_full(at);", "", f"a load has not brought yet|{READS}"),
-    (DENSE_RUN, "if (behind == 0 || follows) give_back(at, behind);", "", "deadlock:\n  block 0, threads 0 to 127: wait for mbarrier 0 at 1024, parity 1; it has had 1 phases, and lacks 1 arrivals"),
-    (DENSE_RUN, "wgmma_wait<behind>();", "wgmma_wait<behind + 1>();", READS),
-    (DENSE_RUN, "  wgmma_wait<0>();\n", "\n", "ends with products that it did not wait for|elements differ"),
-    (DENSE_RUN, "min(16, (int)shape.pixels - pixel)", "16", "writes .* bytes at .* of buffer 3, which has"),
-    (STORE_RUN, "  fence_for_bulk();\n  named_barrier", "  named_barrier", WRITES),
-    (STORE_RUN, "  if (TENSOR_STORE && threadIdx.x % 128 == 0) bulk_wait_read<0>();", "", "ends with bulk stores that it did not wait for"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("ran", "text", "other", "said"), BROKEN, ids=[text.strip() for _, text, _, _ in BROKEN])
-def test_a_broken_kernel_is_found(ran, text, other, said):
-    with pytest.raises((AssertionError, pytest.fail.Exception), match=said):
-        check(*ran, broken=(text, other))
