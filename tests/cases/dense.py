@@ -88,7 +88,7 @@ CASES = Cases(
     ],
     broken=[  # the first writes runs of pixels, the second four channels at once
         Broken((SHAPES[2], "fp16 last", DenseNhwc(64, 32, 3)), [
-            ("ring.wait_empty(at);", "", "more than its 1 arrivals"), ("ring.wait_full(at);", "", f"a load has not brought yet|{READS}"), ("ring.init(producers, 4 * consumers);", "ring.init(1, 1);"), 
+            ("ring.wait_empty(at);", "", "more than its 1 arrivals"), ("ring.wait_full(at);", "", f"a load has not brought yet|{READS}"), ("ring.init(producers, 4 * consumers);", "ring.init(1, 1);"),
             ("if (behind == 0 || follows) give_back(at, behind);", "", "deadlock:\n  block 0, threads 0 to 127: wait for mbarrier 0 at 1024, parity 1; it has had 1 phases, and lacks 1 arrivals"),
             ("wgmma_wait<behind>();", "wgmma_wait<behind + 1>();", READS), ("  wgmma_wait<0>();\n", "\n", "ends with products that it did not wait for|assert"), ("apart / 16 + A::STEP * k,", "apart / 16 + A::STEP * (k ^ 1),"),
             ("x_s = TAP_OFFSET(s, w);", "x_s = TAP_OFFSET(r, w);"), ("min(16, (int)shape.pixels - pixel)", "16", "writes .* bytes at .* of buffer 3, which has"),
