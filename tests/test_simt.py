@@ -249,8 +249,6 @@ def test_casts(shape, dtype):
         assert all(np.array_equal(found[2 * i + 1].view("f"), array.astype(dtype).astype("f").ravel()) for i, array in enumerate(arrays))
 
 
-
-
 @pytest.mark.parametrize(
     ("read", "said"),
     [("x[-1]", "reads 4 bytes at -4 of buffer 0, which has 36"), ("x[9]", "reads 4 bytes at 36 of buffer 0, which has 36"), ("float4(*(const float4*)(x + 1)).x", "reads 16 bytes at .*, which is no multiple of 16")],
