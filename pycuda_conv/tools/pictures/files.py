@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import struct
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from pycuda_conv.tools.pictures import tiff
-from pycuda_conv.tools.pictures.forms import FORMS, MODES, MORE_ENDINGS, READ_TOO, Form, Picture
+from pycuda_conv.tools.pictures.forms import FORMS, MODES, MORE_ENDINGS, READ_TOO, WORDS, Form, Picture
 from pycuda_conv.tools.terminal import ToolError, require
 
 #: What damaged files make the libraries raise.
@@ -82,19 +83,21 @@ def _by_pillow(path: Path, image: Any) -> Picture:
         raise ToolError(f"{path} has {image.n_frames} pictures; only files with one can be filtered")
     said: list[str] = []
     bits = _bits(path, image.format)
-    if bits > 8 and image.mode not in ("I;16", "I;16B", "I;16L", "I"):
+    if bits > 8 and (image.mode not in ("I;16", "I;16B", "I;16L", "I") or (form == "JPEG2000" and bits < 16)):
         if image.format == "PPM":
             raise ToolError(f"{path} has {bits}-bit colours, of which Pillow gives 8 bits: save it as a PNG or a TIFF")
-        info = {name: image.info[name] for name in ("icc_profile", "exif", "dpi") if image.info.get(name)}
-        return _by_codec(path, image.format, [f"its {_names(info)} can't be kept with {bits}-bit colours"] if info else [])
-    text = dict(getattr(image, "text", None) or {})
+        info = _info(image)
+        picture = _by_codec(path, image.format, [f"its {_names(info)} can't be kept with {bits}-bit colours"] if info else [])
+        picture.info["bits"] = bits
+        return _upright(picture, image.getexif().get(ORIENTATION, 1))
+    if image.format == "MPO" and image.n_frames > 1:
+        said.append(f"its further pictures, {image.n_frames - 1}, are left out")
+    info = _info(image)
     image = require("PIL.ImageOps").exif_transpose(image)
-    info = {name: image.info[name] for name in ("icc_profile", "exif", "dpi", "comment") if image.info.get(name)}
-    if form == "JPEG2000":
-        info.pop("comment", None)  # the library's own name
-    if text:
-        info["text"] = text
-    if form == "WEBP" and path.read_bytes()[12:16] == b"VP8L":
+    info |= {name: image.info[name] for name in ("exif", "xmp") if name in info and image.info.get(name)}
+    if not image.info.get("exif"):
+        info.pop("exif", None)
+    if form == "WEBP" and _is_lossless(path.read_bytes()):
         info["lossless"] = True
     if image.mode.startswith("I;16") or (image.mode == "I" and bits > 8):
         return Picture(np.asarray(image).astype(np.uint16)[None, ..., None], form=form, mode="I;16", info=info)
@@ -117,13 +120,57 @@ def _by_pillow(path: Path, image: Any) -> Picture:
     )  # fmt: skip
 
 
+#: The tag of the orientation, and how often pixels are turned to the left for each, after they are mirrored.
+ORIENTATION, TURNS = 0x0112, {2: (True, 0), 3: (False, 2), 4: (True, 2), 5: (True, 1), 6: (False, 3), 7: (True, 3), 8: (False, 1)}
+
+
+def _upright(picture: Picture, orientation: int) -> Picture:
+    """A picture whose pixels lie as they are shown."""
+    mirrored, turns = TURNS.get(orientation, (False, 0))
+
+    def turned(pixels: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(np.rot90(pixels[:, :, ::-1] if mirrored else pixels, turns, (1, 2)))
+
+    return replace(picture, colours=turned(picture.colours), alpha=None if picture.alpha is None else turned(picture.alpha))
+
+
+def _info(image: Any) -> dict[str, Any]:
+    """What an open file says besides its pixels, of :data:`WORDS`."""
+    info = {name: image.info[name] for name in ("icc_profile", "exif", "dpi", "comment", "xmp") if image.info.get(name)}
+    if image.format == "JPEG2000":
+        info.pop("comment", None)  # the library's own name
+    text = dict(getattr(image, "text", None) or {})
+    if text:
+        info["text"] = text
+    if image.format != "PNG":
+        return info
+    info.pop("xmp", None)  # it is one of the texts
+    chunks = {}
+    if "gamma" in image.info:
+        chunks[b"gAMA"] = struct.pack(">I", round(image.info["gamma"] * 1e5))
+    if "chromaticity" in image.info:
+        chunks[b"cHRM"] = struct.pack(">8I", *(round(one * 1e5) for one in image.info["chromaticity"]))
+    if "srgb" in image.info:
+        chunks[b"sRGB"] = bytes([image.info["srgb"]])
+    return info | ({"response": chunks} if chunks else {})
+
+
+def _is_lossless(data: bytes) -> bool:
+    """Whether a WebP has pixels without loss; notes may stand in front of them."""
+    at = 12
+    while at + 8 <= len(data):
+        if data[at : at + 4] == b"VP8L":
+            return True
+        at += 8 + (struct.unpack("<I", data[at + 4 : at + 8])[0] + 1) // 2 * 2
+    return False
+
+
 def _of(form: str) -> str:
     return {"ICO": "an icon", "EPS": "an EPS", "PDF": "a PDF", "ICNS": "an icon"}.get(form, f"a file of format {form}")
 
 
 def _names(info: dict[str, Any]) -> str:
-    words = {"icc_profile": "colour profile", "exif": "camera's notes", "dpi": "resolution", "comment": "comment", "text": "texts"}
-    return " and ".join(words[name] for name in info if name in words)
+    return " and ".join(WORDS[name] for name in info if name in WORDS)
 
 
 def _by_codec(path: Path, form: str, said: list[str]) -> Picture:
@@ -230,13 +277,18 @@ def write(path: Path, picture: Picture, output: Path) -> list[str]:
 def _with_codec(path: Path, form: Form, pixels: np.ndarray, picture: Picture) -> list[str]:
     library = codecs(f"{8 * pixels.itemsize}-bit colours in such a file")
     lossless: dict[str, Any] = {"jpeg2k": {"level": 0, "reversible": True}, "jpegxl": {"lossless": True}}.get(form.codec, {})  # type: ignore[assignment]
+    said, bits = [], picture.info.get("bits", 16)
+    if bits < 16 and form.codec == "jpeg2k" and pixels.dtype == np.uint16:
+        pixels, lossless = np.minimum(pixels, np.uint16((1 << bits) - 1)), {**lossless, "bitspersample": bits}
+    elif bits < 16:
+        said.append(f"its colours have {bits} bits, and are written with {8 * pixels.itemsize}, the numbers as they are")
     path.write_bytes(getattr(library, f"{form.codec}_encode")(pixels, **lossless))
-    lost = {name: value for name, value in _notes(picture).items() if name != "text"}
-    return [f"its {_names(lost)} can't be kept with 16-bit colours here; a .tif keeps the profile"] if lost else []
+    lost = _notes(picture)
+    return [*said, f"its {_names(lost)} can't be kept with 16-bit colours here; a .tif keeps the profile"] if lost else said
 
 
 def _notes(picture: Picture) -> dict[str, Any]:
-    return {name: picture.info[name] for name in ("icc_profile", "exif", "dpi", "comment", "text") if picture.info.get(name)}
+    return {name: picture.info[name] for name in WORDS if picture.info.get(name)}
 
 
 def _with_pillow(path: Path, name: str, form: Form, pixels: np.ndarray, picture: Picture) -> list[str]:
@@ -251,11 +303,13 @@ def _with_pillow(path: Path, name: str, form: Form, pixels: np.ndarray, picture:
         image = image.convert(image.mode.replace("L", "RGB"))
     notes, more = _notes(picture), dict(form.options)
     kept = {key: value for key, value in notes.items() if key in form.notes}
-    text = kept.pop("text", None)
-    if text:
+    text, response = kept.pop("text", {}), kept.pop("response", {})
+    if text or response:
         more["pnginfo"] = require("PIL.PngImagePlugin").PngInfo()
         for key, value in text.items():
             more["pnginfo"].add_text(key, value)
+        for key, value in response.items():
+            more["pnginfo"].add(key, value)
     if picture.info.get("lossless") and name == "WEBP":
         more |= {"lossless": True, "exact": True}
     if name == "JPEG2000":

@@ -28,6 +28,8 @@ def filtered(picture: Picture, weight: np.ndarray | None, bias: np.ndarray | Non
     """`picture` with its colours filtered: each by itself, or all of them by a filter (K, C/groups, R, S)."""
     x = picture.colours
     work = "float64" if x.dtype.itemsize > 4 or (x.dtype.kind in "iu" and x.dtype.itemsize > 2) else "float32"
+    if x.dtype.kind in "iu" and x.dtype.itemsize > 4 and x.size and max(int(x.max()), -int(x.min())) > 2**53:
+        picture.said.append("its numbers above 2^53 are rounded to those of float64")
     if x.dtype.kind == "b" or x.dtype == np.float16:
         x = x.astype("float32")
     alone = _alone(weight, bias, settings)

@@ -7,6 +7,12 @@ from typing import Any
 
 import numpy as np
 
+#: Notes by Pillow's names, and what they are; "response" is what a PNG says of its colours in chunks.
+WORDS = {
+    "icc_profile": "colour profile", "exif": "camera's notes", "dpi": "resolution", "comment": "comment", "text": "texts",
+    "xmp": "XMP notes", "response": "colours' response",
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Form:
@@ -21,7 +27,7 @@ class Form:
     codec : str
         imagecodecs' name for it, for pixels of 16 bits.
     notes : frozenset of str
-        Which of Pillow's notes it keeps: icc_profile, exif, dpi, comment, text.
+        Which notes it keeps, of :data:`WORDS`.
     options : dict
         Further arguments of Pillow's ``save``.
     """
@@ -39,10 +45,10 @@ def _form(modes: str, wide: tuple[int, ...] = (), codec: str = "", notes: str = 
 
 #: By Pillow's name. A format that is not here is refused as an output.
 FORMS = {
-    "PNG": _form("1 L LA RGB RGBA", (1, 2, 3, 4), "png", "icc_profile exif dpi text"),
-    "JPEG": _form("L RGB", notes="icc_profile exif dpi comment", quality=95),
-    "WEBP": _form("RGB RGBA", notes="icc_profile exif", quality=95),
-    "AVIF": _form("RGB RGBA", notes="icc_profile exif", quality=95),
+    "PNG": _form("1 L LA RGB RGBA", (1, 2, 3, 4), "png", "icc_profile exif dpi text response"),
+    "JPEG": _form("L RGB", notes="icc_profile exif dpi comment xmp", quality=95),
+    "WEBP": _form("RGB RGBA", notes="icc_profile exif xmp", quality=95),
+    "AVIF": _form("RGB RGBA", notes="icc_profile exif xmp", quality=95),
     "JPEG2000": _form("L LA RGB RGBA", (1, 3, 4), "jpeg2k"),
     "JXL": _form("", (1, 2, 3, 4), "jpegxl"),
     "BMP": _form("1 L RGB", notes="dpi"),

@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 
-from pycuda_conv.tools.pictures.forms import Picture
+from pycuda_conv.tools.pictures.forms import WORDS, Picture
 from pycuda_conv.tools.terminal import ToolError, require
 
 #: GeoTIFF's tags, and GDAL's, of which the last is the value without data.
 GEO_TAGS = (33550, 33922, 34264, 34735, 34736, 34737, 42112, 42113)
 NODATA = 42113
-#: Further tags that are copied: XMP, and a photograph's IPTC.
-OTHER_TAGS = (700, 33723)
+#: Further tags that are copied: names of document, camera, page, artist and host, orientation, colours' response, XMP, copyright, IPTC.
+OTHER_TAGS = (269, 271, 272, 274, 285, 301, 315, 316, 318, 319, 700, 33432, 33723)
+#: Tags that point to further notes, which are not.
+POINTERS = (34665, 34853)
+#: What tifffile's writer of OME-TIFF takes of the elements Pixels, Channel and Plane.
+OME_PIXELS = {
+    "SignificantBits", "TimeIncrement", "TimeIncrementUnit", *(f"PhysicalSize{axis}{unit}" for axis in "XYZ" for unit in ("", "Unit")),
+}  # fmt: skip
+OME_CHANNEL = {
+    "Name", "AcquisitionMode", "Color", "ContrastMethod", "EmissionWavelength", "EmissionWavelengthUnit", "ExcitationWavelength",
+    "ExcitationWavelengthUnit", "Fluor", "IlluminationType", "NDFilter", "PinholeSize", "PinholeSizeUnit", "PockelCellSetting",
+}  # fmt: skip
+OME_PLANE = {
+    f"{name}{unit}" for name in ("DeltaT", "ExposureTime", "PositionX", "PositionY", "PositionZ") for unit in ("", "Unit")
+}  # fmt: skip
+#: OME's other elements without notes of their own.
+OME_OTHER = {"OME", "Image", "TiffData", "UUID", "LightPath", "MetadataOnly"}
 #: Compressions without loss; others are written without.
 LOSSLESS = {"LZW", "ADOBE_DEFLATE", "DEFLATE", "ZSTD", "LZMA", "PACKBITS"}
 
@@ -59,6 +76,8 @@ def notes_of(file: Any) -> Notes:
             value = tag.value
             kind = 2 if isinstance(value, str) else int(tag.dtype)
             extratags.append((code, kind, 0 if kind == 2 else int(tag.count), value, True))
+    if any(tags.get(code) is not None for code in POINTERS):
+        said.append("its camera's notes can't be kept")
     options: dict[str, Any] = {}
     if tags.get(282) is not None and tags.get(283) is not None and not file.is_imagej:
         unit = tags.get(296)
@@ -84,12 +103,22 @@ def notes_of(file: Any) -> Notes:
         options["rowsperstrip"] = int(page.rowsperstrip)
     metadata: dict[str, Any] = {}
     if file.is_ome:
-        metadata = _ome(file.ome_metadata)
+        metadata, lost = _ome(file.ome_metadata)
+        said += [f"OME's notes of {lost} can't be kept"] if lost else []
     elif file.is_imagej:
         own = "ImageJ", "images", "hyperstack", "axes"
         metadata = {key: value for key, value in (file.imagej_metadata or {}).items() if key not in own}
     elif isinstance(tags.get(270) and tags[270].value, str) and not file.is_shaped:
         options["description"] = tags[270].value
+    if len(getattr(series, "levels", ())) > 1:
+        said.append("its smaller copies are left out")
+    if len(series.pages) > 1 and not (file.is_ome or file.is_imagej):
+        later = series.pages[-1].aspage().tags if series.pages[-1] is not None else {}
+        if any(later.get(code) is not None and (tags.get(code) is None or later[code].value != tags[code].value) for code in (270, 285)):
+            said.append("what its further pages say of themselves is left out")
+    bits = page.bitspersample
+    if bits not in (1, 8, 16, 32, 64) and page.photometric.name != "PALETTE":
+        said.append(f"its colours have {bits} bits, and are written with {8 * page.dtype.itemsize}, the numbers as they are")
     nodata = None
     if tags.get(NODATA) is not None:
         try:
@@ -102,24 +131,33 @@ def notes_of(file: Any) -> Notes:
     )  # fmt: skip
 
 
-def _ome(text: str) -> dict[str, Any]:
-    """What tifffile's writer of OME-TIFF takes of OME's description: sizes of pixels, and names."""
+def _ome(text: str) -> tuple[dict[str, Any], str]:
+    """What tifffile's writer of OME-TIFF takes of OME's description, and the names of what it does not take."""
+    elements: dict[str, list[Any]] = {}
+    for one in ElementTree.fromstring(text).iter():
+        elements.setdefault(one.tag.rpartition("}")[2], []).append(one)
     found: dict[str, Any] = {}
-    pixels = re.search(r"<(?:\w+:)?Pixels\b([^>]*)>", text)
-    for name, value in re.findall(r'(\w+)="([^"]*)"', pixels[1] if pixels else ""):
-        if re.fullmatch(r"PhysicalSize[XYZ]|TimeIncrement", name):
-            found[name] = float(value)
-        elif re.fullmatch(r"(PhysicalSize[XYZ]|TimeIncrement)Unit", name):
-            found[name] = value
-    image = re.search(r"<(?:\w+:)?Image\b([^>]*)>", text)
-    name = re.search(r'\bName="([^"]*)"', image[1]) if image else None
-    if name:
-        found["Name"] = name[1]
-    channels = re.findall(r"<(?:\w+:)?Channel\b([^>]*)>", text)
-    names = [re.search(r'\bName="([^"]*)"', one) for one in channels]
-    if names and all(names):
-        found["Channel"] = {"Name": [one[1] for one in names if one]}
-    return found
+    image, pixels = (elements.get(name, [ElementTree.Element(name)])[0] for name in ("Image", "Pixels"))
+    if "Name" in image.attrib:
+        found["Name"] = image.attrib["Name"]
+    texts = {one.tag.rpartition("}")[2]: one.text for one in image if one.text and one.text.strip()}
+    found |= {name: texts[name] for name in ("AcquisitionDate", "Description") if name in texts}
+    found |= {name: value for name, value in pixels.attrib.items() if name in OME_PIXELS}
+    kept = {"Pixels", *found}
+    channels = elements.get("Channel", [])
+    found |= {"Channel": _of_all(channels, OME_CHANNEL)} if channels else {}
+    order = pixels.attrib.get("DimensionOrder", "XYCZT")[:1:-1]
+    planes = {tuple(int(one.attrib.get(f"The{axis}", 0)) for axis in order): one for one in elements.get("Plane", [])}
+    if set(planes) == set(product(*(range(int(pixels.attrib.get(f"Size{axis}", 1))) for axis in order))):  # in the order of pages
+        found["Plane"] = _of_all([planes[place] for place in sorted(planes)], OME_PLANE)
+        kept.add("Plane")
+    lost = elements.keys() - kept - OME_OTHER - {"Channel"}
+    return found, ", ".join(sorted(lost))
+
+
+def _of_all(elements: Sequence[Any], names: set[str]) -> dict[str, list[str]]:
+    """Of some elements, the attributes that all of them have."""
+    return {name: [one.attrib[name] for one in elements] for name in sorted(names) if all(name in one.attrib for one in elements)}
 
 
 def read(path: Path) -> Picture:
@@ -153,7 +191,9 @@ def read(path: Path) -> Picture:
             pixels = pixels[..., None]
         said = list(notes.said)
         if photometric == "MINISWHITE":
-            pixels = ~pixels if pixels.dtype.kind == "b" else np.iinfo(pixels.dtype).max - pixels if pixels.dtype.kind == "u" else pixels
+            if pixels.dtype.kind not in "bu":
+                raise ToolError(f"{path} has 0 as white, and {pixels.dtype} has no number for black: convert it")
+            pixels = ~pixels if pixels.dtype.kind == "b" else pixels.dtype.type((1 << page.bitspersample) - 1) - pixels
             said.append("0 was white in it, and is black in the result")
         elif photometric == "PALETTE":
             pixels = _coloured(page.colormap, pixels[..., 0])
@@ -201,7 +241,9 @@ def write(path: Path, picture: Picture) -> list[str]:
         options["iccprofile"] = picture.info["icc_profile"]
     if picture.info.get("dpi"):
         options |= {"resolution": tuple(map(float, picture.info["dpi"])), "resolutionunit": 2}
-    for name, words in (("exif", "camera's notes"), ("comment", "comment"), ("text", "texts")):
+    for name, words in WORDS.items():
+        if name in ("icc_profile", "dpi"):
+            continue
         if picture.info.get(name):
             said.append(f"its {words} can't be kept in TIFF")
     axes = notes.axes.replace("S", "")
@@ -261,7 +303,7 @@ def stack_options(path: str, axes: str | None, dtype: np.dtype, same_grid: bool)
         notes = notes_of(file)
     kept = "resolution", "resolutionunit", "description", "iccprofile"
     options = {name: value for name, value in notes.options.items() if name in kept}
-    said = [words for words in notes.said if "compression" in words]
+    said = list(notes.said)
     if "compression" in notes.options:
         said.append(f"it was compressed by {notes.options['compression'].name}; a stack is written in parts, without compression")
     extratags = list(notes.extratags)

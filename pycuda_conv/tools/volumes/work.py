@@ -15,7 +15,8 @@ from pycuda_conv.ndimage.taps import gaussian
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime import default_backend
 from pycuda_conv.tools.files import FILTERS, Settings, common_dtype, exactly, filter_file, named_number, pairs, read_array, refusals
-from pycuda_conv.tools.terminal import ToolError
+from pycuda_conv.tools.pictures.tiff import notes_of
+from pycuda_conv.tools.terminal import ToolError, require
 from pycuda_conv.tools.volumes.source import Source, load, opened
 
 #: Bytes of input or result of a task, whichever is larger, unless the stored chunks are larger.
@@ -94,7 +95,10 @@ def _check_units(source: Source, weight: np.ndarray) -> None:
 
 
 def _no_data(source: Source) -> float | None:
-    """The number that stands for no data by the conventions of a zarr's attributes, or None."""
+    """The number that stands for no data by a TIFF's tag or the conventions of a zarr's attributes, or None."""
+    if source.kind == "tiff":
+        with require("tifffile").TiffFile(source.place) as file:
+            return notes_of(file).nodata
     if source.kind != "zarr" or source.ome is not None:
         return None
     attributes = dict(opened(source).attrs)
