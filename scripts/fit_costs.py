@@ -6,7 +6,7 @@
 
 Constants are changed one at a time, up or down by a tenth and then by a twentieth, as long as the timings are met better: those near a
 problem's best count most, what tiles of one problem take beside each other counts more than what all of them take, and one that is far off
-counts no more than FAR. A constant that moves far has to be worth it. Those that name what was measured otherwise stay (`--fixed`).
+counts no more than FAR. A constant that moves far has to be worth it. Those that were measured otherwise or count things stay (`--fixed`).
 Fits are to be judged by timings that they were not made of.
 """
 
@@ -36,6 +36,11 @@ TOGETHER = 0.3  # what a problem's tiles count together, beside each other
 STIFF = 3e-4  # of a constant that moves, times the square of its logarithm
 STEPS = 1.12, 1.05
 LEAST = 2e-6  # a gain
+#: Constants that stay: what was measured otherwise, and numbers of things.
+FIXED = (
+    "MEMORY", "RESIDENT", "SECTOR", "FIRST_STEPS", "AT_ONCE", "LAUNCHES", "DENSE_LAUNCHES", "GPU_PASSES", "LONE_THREADS", "MANY_TAPS",
+    "MANY_ROWS",
+)  # fmt: skip
 
 #: A problem as it is launched, candidates of one engine, their microseconds, and whether they are near the best.
 Timed = tuple[ConvProblem, list[tuple[engines.Config, float, bool]]]
@@ -77,7 +82,7 @@ def misfit(rows: Sequence[Timed]) -> float:
         common = TOGETHER * max(-0.4, min(0.4, mean)) ** 2
         total += math.fsum(weight * (max(-FAR, min(FAR, log - mean)) ** 2 + common) for log, weight in logs)
         weights += weight_of_all
-    return total / weights
+    return total / weights if weights else 0.0  # no timing is near its problem's best
 
 
 def leaves(section: costs.Costs, fixed: Sequence[str]) -> Iterator[Leaf]:
@@ -186,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("timings", nargs="+", type=Path, help="files of `pycuda-conv calibrate`")
     parser.add_argument("--engines", nargs="+", default=[], metavar="ENGINE[=SECTION,...]", help="its sections, by default of its name")
-    parser.add_argument("--fixed", nargs="+", default=["MEMORY"], metavar="NAME", help="constants that stay, by default MEMORY")
+    parser.add_argument("--fixed", nargs="+", default=FIXED, metavar="NAME", help=f"constants that stay, by default {', '.join(FIXED)}")
     parser.add_argument("--seconds", type=float, default=75.0, help="for each engine, by default 75")
     parser.add_argument("--judge", nargs="+", type=Path, metavar="OTHERS", help="files of other problems")
     given = parser.parse_args(arguments)

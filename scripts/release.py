@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from pycuda_conv.tools.benchmarks.pages import COMMANDS, PAGES, digest, parts_of  # noqa: E402
-from pycuda_conv.tools.report import marks, write_between  # noqa: E402
+from pycuda_conv.tools.report import kernels_words, marks, write_between  # noqa: E402
 
 TAIL = 40  # lines of a command's output that are kept
 PARTS = "tests", *COMMANDS
@@ -134,12 +134,13 @@ def wrong(parts: Mapping[str, Any], found_tree: str) -> list[str]:
     return reasons
 
 
-def write_pages(folder: Path, parts: Mapping[str, Any]) -> None:
-    """Put the sections of these parts, and the folder's plots, into the checkout."""
+def write_pages(folder: Path, parts: Mapping[str, Any], commit: str) -> None:
+    """Put the sections of these parts, which say of which commit they are, and the folder's plots, into the checkout."""
+    words = kernels_words(digest())
     for part in parts.values():
         for page, sections in part["pages"].items():
             for name, text in sections.items():
-                write_between(ROOT / page, text, name)
+                write_between(ROOT / page, text.replace(words, f"commit `{commit[:8]}`, {words}"), name)
     for plot in sorted((folder / "plots").glob("*.svg")):
         shutil.copyfile(plot, ROOT / PLOTS / plot.name)
 
@@ -151,11 +152,11 @@ def join(folder: Path) -> int:
     version = setup["metadata"]["version"]
     parts = {name: json.loads((folder / f"{name}.json").read_text()) for name in PARTS if (folder / f"{name}.json").exists()}
     reasons = wrong(parts, tree())
-    write_pages(folder, {name: part for name, part in parts.items() if part["tree"] == tree()})
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+    write_pages(folder, {name: part for name, part in parts.items() if part["tree"] == tree()}, commit)
     print("\n".join([*reasons, f"{len(parts)} parts, {len(reasons)} reasons against a release"]))
     if reasons:
         return len(reasons)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
     target = ROOT / "docs" / "results" / f"{version}.json"
     target.parent.mkdir(exist_ok=True)
     kept = {name: {key: value for key, value in part.items() if key != "pages"} for name, part in parts.items()}

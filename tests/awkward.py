@@ -1,4 +1,5 @@
-"""Small convolutions with every kind of tail, stride, padding, dilation and group, along one to three axes: what any engine may be asked."""
+"""Small convolutions with every kind of tail, stride, padding, dilation and group, along one to three axes:
+what any engine may be asked."""
 
 from reference import dgrad, fprop
 
@@ -59,7 +60,8 @@ GENERAL = fprop((3, 11, 13, 10), (70, 11, 3, 2), padding=(1, 0), stride=(1, 2))
 POINTWISE = fprop((2, 36, 8, 10), (68, 36, 1, 1))  # takes the 16-byte loads of B and stores of the result
 DEPTHWISE = fprop((2, 3, 19, 67), (6, 1, 3, 5), padding=((1, 2), (2, 0)), groups=3)
 TRANSPOSED = dgrad((2, 10, 5, 6), (10, 9, 3, 2), padding=(1, 0), stride=(1, 2))
-FLIPPED = dgrad((2, 3, 19, 67), (3, 1, 3, 5), padding=((1, 2), (2, 0)), dilation=(2, 1), groups=3)  # a forward convolution of another filter
+# a forward convolution of another filter
+FLIPPED = dgrad((2, 3, 19, 67), (3, 1, 3, 5), padding=((1, 2), (2, 0)), dilation=(2, 1), groups=3)
 
 ALONE = [  # transposed convolutions of a channel alone, with strides of powers of two
     dgrad((2, 3, 9, 21), (3, 1, 3, 5), groups=3, stride=2, padding=((1, 2), (2, 0)), output_padding=1, bias=False),

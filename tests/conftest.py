@@ -18,9 +18,8 @@ from collections import Counter
 from functools import cache
 from itertools import combinations
 
-# Libraries' threads spin while they wait for each other. numpy's products are small here, and take one thread less time than two; workers
-# that
-# compute side by side share the processors. Set before the libraries start.
+# Libraries' threads spin while they wait for each other. numpy's products are small here, and take one thread less time than two;
+# workers that compute side by side share the processors. Set before the libraries start.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
     for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -251,8 +250,8 @@ def pytest_addoption(parser):
 
 @pytest.fixture(scope="session", autouse=True)
 def compiled_fast(request):
-    """PoCL compiles most kernels without its optimiser, which takes five to ten times as long as these kernels run; `optimised` brings it
-    back.
+    """PoCL compiles most kernels without its optimiser, which takes five to ten times as long as these kernels run;
+    `optimised` brings it back.
 
     Nor does it read the declarations of functions that no kernel calls.
     """

@@ -1,4 +1,5 @@
-"""Small launches that use every kernel: problems and configurations that the engines' registry yields, chosen so that little is launched twice."""
+"""Small launches that use every kernel: problems and configurations that the engines' registry yields, chosen so that little is launched
+twice."""
 
 from __future__ import annotations
 
@@ -97,7 +98,8 @@ def launches(schedule: Schedule) -> list[KernelLaunch]:
 
 
 def features(config: Config, schedule: Schedule) -> set[tuple]:
-    """What a case shows of kernels: each value of each define with the type of the arrays, and arguments that are negative, 0, 1 and larger."""
+    """What a case shows of kernels: each value of each define with the type of the arrays, and arguments that are negative, 0, 1 and
+    larger."""
     found: set[tuple] = {(config.__class__.__name__,)}
     for launch in launches(schedule):
         file = launch.file or launch.kernel

@@ -261,8 +261,11 @@ def _pycuda(library):
 
     return SimpleNamespace(
         init=lambda: None, Error=DriverError, MemoryError=DriverMemoryError, get_driver_version=lambda: 13000,
-        device_attribute=SimpleNamespace(MAX_SHARED_MEMORY_PER_BLOCK_OPTIN="shared", L2_CACHE_SIZE="L2", MAX_THREADS_PER_MULTIPROCESSOR="threads"),
-        Device=Device, Context=Context, PointerHolderBase=PointerHolderBase, DeviceAllocation=DeviceAllocation, mem_alloc=mem_alloc, Stream=Stream,
+        device_attribute=SimpleNamespace(
+            MAX_SHARED_MEMORY_PER_BLOCK_OPTIN="shared", L2_CACHE_SIZE="L2", MAX_THREADS_PER_MULTIPROCESSOR="threads"
+        ),
+        Device=Device, Context=Context, PointerHolderBase=PointerHolderBase, DeviceAllocation=DeviceAllocation, mem_alloc=mem_alloc,
+        Stream=Stream,
         memcpy_htod=lambda target, source: copied("cuMemcpyHtoD_v2", int(target), source.ctypes.data, source.nbytes),
         memcpy_dtoh=lambda target, source: copied("cuMemcpyDtoH_v2", target.ctypes.data, int(source), target.nbytes),
     )  # fmt: skip

@@ -96,9 +96,8 @@ class Filter:
         """How far from `ref` the rounding of an honest sum may lead."""
         dtype = x.dtype.name
         length = self.dy[0] * math.prod(self.dy[2:])
-        rounded = (
-            6 * 2**-12 * np.sqrt(self.reference(x**2, dy**2)) if dtype == "float32" and precision == "tf32" else 0
-        )  # to TF32, six times the deviation
+        # to TF32, six times the deviation
+        rounded = 6 * 2**-12 * np.sqrt(self.reference(x**2, dy**2)) if dtype == "float32" and precision == "tf32" else 0
         return 4 * SUM_EPS[dtype] * math.sqrt(length) * self.reference(
             np.abs(x), np.abs(dy)
         ) + EPS[dtype] * np.abs(ref) + TINY[dtype] + rounded
@@ -107,11 +106,8 @@ class Filter:
         def show(values):
             return "x".join("+".join(map(str, v)) if isinstance(v, tuple) else str(v) for v in values)
 
-        return (
-            f"{show(self.x)}-by-{show(self.w)}-s{show(self.stride)}-p{show(self.padding)}-d{show(self.dilation)}"
-            + f"-g{self.groups}" * (self.groups > 1)
-            + f"-{self.layout}" * (self.layout != "NHWC")
-        )
+        more = f"-g{self.groups}" * (self.groups > 1) + f"-{self.layout}" * (self.layout != "NHWC")
+        return f"{show(self.x)}-by-{show(self.w)}-s{show(self.stride)}-p{show(self.padding)}-d{show(self.dilation)}{more}"
 
 
 def precise(case: Filter) -> ConvProblem:

@@ -473,8 +473,8 @@ TOGETHER = 12
 def nvcc_of(texts: list[tuple[str, str]]) -> list[subprocess.CompletedProcess]:
     """What nvcc and ptxas say about each of some texts, which are given with their architectures.
 
-    Several are compiled in one run, each in a namespace of its own: ptxas says the same of a function as if it were alone. What does not
-    compile so is compiled alone, so that the message names its lines.
+    Several are compiled in one run, each in a namespace of its own: ptxas says the same of a function as if it were alone.
+    What does not compile so is compiled alone, so that the message names its lines.
     """
     identity = Nvcc(str(NVCC)).identity
 

@@ -6,11 +6,11 @@
 
 The cases come from the engines' registry (covering.py): between them they have every kernel, every value of every define in each type, and
 each argument as 0, as 1 and larger. What is missing is told first: kernels of arrays of 2^31 elements (INDEX_64=1), for one. A regular
-expression chooses the cases in whose line it is found. `--part I/N` takes every N-th case from the I-th on. With `--seconds` no case is
-begun later than that, and what was not begun is told last: the first case of every kernel comes before the second of any. Kernels run in
-their general form, without constants of the layer. Each array is an allocation of its own, so that a read or write past its end is seen;
-no pool, no torch. On an H100 twelve parts side by side take memcheck a minute and a half once the kernels are compiled, and racecheck
-some minutes.
+expression chooses the cases in whose line it is found. `--part I/N` takes every N-th case from the I-th on.
+With `--seconds` no case is begun later than that, and what was not begun is told last:
+the first case of every kernel comes before the second of any. Kernels run in their general form, without constants of the layer.
+Each array is an allocation of its own, so that a read or write past its end is seen; no pool, no torch.
+On an H100 twelve parts side by side take memcheck a minute and a half once the kernels are compiled, and racecheck some minutes.
 
 racecheck takes copies of hopper/gather.cu for races with the consumers' reads of them in TF32: of 31 lanes of a warp, since lane 0 alone
 arrives at the barrier, behind a __syncwarp() that all lanes enter when their copies have arrived. It knows of no other.
@@ -61,9 +61,7 @@ def launched(plan, arrays, filter_last: bool) -> bool:
 
 def convolution(problem, config, with_moments: bool, large: bool) -> bool:
     """One plan, and once more with the filter's channels last if it reads or writes such.
-
-    With `large` numbers the guarded kernels compute an image and a filter.
-    """
+    With `large` numbers the guarded kernels compute an image and a filter."""
     rng = np.random.default_rng(0)
     known = zip(problem.operand_shapes, problem.operand_dtypes, strict=True)
     arrays = [None if shape is None else rng.integers(-2, 3, shape).astype(dtype) for shape, dtype in known]
@@ -165,9 +163,8 @@ def with_buffers(launch, inputs, outs, workspace: int = 0) -> bool:
 def convolutions(cases: Iterable[covering.Case]) -> Iterator[Run]:
     """The cases; those of float32 in the range that the tensor cores compute, and beyond it."""
     for problem, config, with_moments in cases:
-        line = (
-            f"{config} {problem} {problem.direction} {problem.layout} {problem.dtype} {problem.precision}{' with moments' * with_moments}"
-        )
+        line = " ".join(map(str, (config, problem, problem.direction, problem.layout, problem.dtype, problem.precision)))
+        line += " with moments" * with_moments
         guarded = set(problem.operand_dtypes[:2]) == {"float32"} and uses_tensor_cores(config)
         for large in (False, True)[: 1 + guarded]:
             yield line + " large" * large, partial(convolution, problem, config, with_moments, large)

@@ -1,4 +1,5 @@
-"""A libcuda for PyCUDA itself on a machine without a GPU: the stand-in of fake_cuda.c, and functions that do nothing for all else that PyCUDA calls.
+"""A libcuda for PyCUDA itself on a machine without a GPU: the stand-in of fake_cuda.c, and functions that do nothing for all else that
+PyCUDA calls.
 
     python tests/stub_libcuda.py FOLDER
 

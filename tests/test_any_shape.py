@@ -20,7 +20,6 @@ from pycuda_conv import plan as plan_module
 from pycuda_conv.engines.direct import direct, patch_wgrad
 from pycuda_conv.engines.direct import gemm as direct_gemm
 from pycuda_conv.engines.direct.configs import tiles_of
-from pycuda_conv.engines.direct.gemm import Gemm
 from pycuda_conv.engines.nn import batch_norm
 from pycuda_conv.engines.nn.batch_norm import Pixels
 from pycuda_conv.runtime import get_device
@@ -101,29 +100,6 @@ def sizes(count: int, seed: int = 0):
     r = random.Random(seed)
     for _ in range(count):
         yield r.randrange(1, 65), (r.randrange(9, 300), r.randrange(9, 300))
-
-
-LAYERS = [
-    (64, 64, (3, 3), {"padding": 1}), (128, 128, (3, 3), {"padding": 1, "stride": 2}), (36, 72, (5, 1), {}), (8, 24, (3, 3), {"groups": 4}),
-    (32, 32, (7, 7), {"groups": 32, "padding": 3}), (32, 64, (3, 3), {"groups": 32, "dilation": 2}),
-]  # fmt: skip
-
-
-@pytest.mark.pairs
-@pytest.mark.parametrize("of", ["fprop", "input", "weight"])
-@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
-@pytest.mark.parametrize(("c", "k", "taps", "options"), LAYERS)
-def test_the_text_of_a_tile_does_not_depend_on_sizes(c, k, taps, options, layout, of):
-    found, split = set(), set()
-    for n, size in sizes(12):
-        shapes = (n, c, *size), (k, c // options.get("groups", 1), *taps)
-        problem = ConvProblem.forward(2, *shapes, layout=layout, **options)
-        if of != "fprop":
-            problem = ConvProblem.gradient(of, 2, *shapes, problem.result_shape, **options)
-        found |= texts(problem, Gemm(64, 64, 16, 8, 4, 4))
-        split |= texts(problem, Gemm(64, 64, 16, 8, 4, 4, SPLIT_K=n % 5 + 2))
-    most = 2 if of == "input" else 1  # a phase of one tap reads whole vectors where a plane is made of them
-    assert len(found) <= most and len(split) <= most + 1  # and the launch that adds parts
 
 
 LAYERS_OF_ALL_KINDS = [

@@ -182,24 +182,6 @@ def test_a_compiled_configuration_stands_in_until_the_better_one_is_ready(slow):
     assert run(plan.better, *arrays).tobytes() == first.tobytes()
 
 
-def test_the_functions_take_the_better_plan(slow):
-    import pycuda_conv as pc
-
-    problem = CASE.problem()
-    best, other = slow.know_another(problem)
-    x, w, b = CASE.normals("float32")
-    call = lambda: pc.conv2d(x, w, b, padding=1, groups=6, device="opencl")  # noqa: E731
-    first, used = call(), []
-    assert cached_plan(problem, slow.device).config == other
-    slow.finish()
-    call()
-    launch = Plan.launch
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Plan, "launch", lambda self, *rest, **more: (used.append(self.config), launch(self, *rest, **more))[1])
-        assert call().tobytes() == first.tobytes()
-    assert used == [best]
-
-
 def test_what_calls_will_take_in_the_end(slow):
     problem, arrays = CASE.problem(), CASE.normals("float32")
     best, _ = slow.know_another(problem)
@@ -294,7 +276,8 @@ def _known(plan, monkeypatch):
     kind = type(plan.device)
     launcher = kind.schedule_launcher
     monkeypatch.setattr(
-        kind, "schedule_launcher", lambda self, steps: (seen.extend(one.defines for step in steps for one in step), launcher(self, steps))[1]
+        kind, "schedule_launcher",
+        lambda self, steps: (seen.extend(one.defines for step in steps for one in step), launcher(self, steps))[1]
     )
     return seen
 
@@ -333,17 +316,6 @@ def test_a_general_kernel_that_is_on_its_way_is_not_compiled_anew_with_constants
     assert served() == general
 
 
-def test_each_launch_has_its_own_form(slow, constants):
-    """Of one kernel the general text is compiled, of the other the one with constants: nothing is missing."""
-    problem = fprop((1, 64, 8, 8), (64, 64, 3, 3), padding=1).problem()
-    schedule = engines.schedule(problem, direct_gemm.Gemm(64, 64, 8, 4, 4, 1, SPLIT_K=2), slow.device)
-    first, second = background.launches(schedule)
-    slow.ready = {first.source(), background._known(second).source()}
-    found = background.initial_form(schedule, slow.device)
-    assert {launch.source() for launch in background.launches(found)} == slow.ready and background.has_constants(found)
-    assert not background.missing(found, slow.device)
-
-
 def _with_constants(plan):
     return all(launch.defines.get("OF_THE_LAYER") == 7 for launch in background.launches(plan.loaded))
 
@@ -365,7 +337,9 @@ def test_a_compiler_that_has_to_run_makes_kernels_that_know_their_layer(slow, co
     problem, texts = CASE.problem(), []
     kind = type(slow.device)
     compile_all = kind.compile_all
-    monkeypatch.setattr(kind, "compile_all", lambda self, launches: (texts.extend(one.source() for one in launches), compile_all(self, launches))[1])
+    monkeypatch.setattr(
+        kind, "compile_all", lambda self, launches: (texts.extend(one.source() for one in launches), compile_all(self, launches))[1]
+    )
     plan = cached_plan(problem, slow.device)
     assert _with_constants(plan) and texts and all("OF_THE_LAYER 7" in text for text in texts)
     monkeypatch.setenv("PYCUDA_CONV_BACKGROUND", "0")
@@ -414,7 +388,8 @@ def test_half_of_the_cores_are_left_to_what_is_waited_for(monkeypatch):
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="such a system has no affinities")
 def test_cores_that_a_process_may_not_use_do_not_count(python_env):
-    code = "import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]); from pycuda_conv.runtime.workers import cores; print(cores())"
+    code = "import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])\n"
+    code += "from pycuda_conv.runtime.workers import cores; print(cores())"
     assert python(code, python_env) == "1\n"
 
 
@@ -441,24 +416,6 @@ def test_what_a_caller_is_about_to_wait_for_is_begun_at_once():
     assert not any(map(device.coming, steps))
 
 
-def test_what_was_looked_for_in_vain_is_not_looked_for_again(monkeypatch):
-    device, looked = CompileQueue("sm_90"), []
-    monkeypatch.setattr(CompileQueue, "kept", lambda _, source, arch: looked.append(source) or (b"kept" if source == "there" else None))
-    for text, there in ("absent", False), ("there", True):
-        step = SimpleNamespace(source=lambda text=text: text, arch="sm_90")
-        assert [device.compiled(step) for _ in range(3)] == [there] * 3
-    assert looked == ["absent", "there"]
-
-
-def test_workers_do_the_work_and_pass_errors_on():
-    pool = Workers()
-    futures = [pool.submit(lambda i=i: 10 // i) for i in range(20)]
-    assert [f.result(300) for f in futures[1:]] == [10 // i for i in range(1, 20)]
-    assert isinstance(futures[0].exception(300), ZeroDivisionError)
-    threads = [t for t in threading.enumerate() if t.name.startswith("pycuda_conv-")]
-    assert threads and all(t.daemon for t in threads)
-
-
 def test_what_waits_for_its_turn_can_be_taken_back(monkeypatch):
     monkeypatch.setattr(workers, "cores", lambda: 1)
     pool, go, order = Workers(), threading.Event(), itertools.count()
@@ -473,7 +430,10 @@ def test_what_waits_for_its_turn_can_be_taken_back(monkeypatch):
 
 def test_a_process_that_ends_does_not_wait_for_its_workers(python_env):
     begin = time.monotonic()
-    python("import time\nfrom pycuda_conv.runtime.workers import workers\nfor _ in range(9): workers.submit(lambda: time.sleep(1000))", python_env)
+    python(
+        "import time\nfrom pycuda_conv.runtime.workers import workers\nfor _ in range(9): workers.submit(lambda: time.sleep(1000))",
+        python_env
+    )
     assert time.monotonic() - begin < 800
 
 
@@ -536,7 +496,9 @@ def sources(problem, device):
 def likely(problem, device):
     """The texts of what is foreseen beside a problem's own."""
     schedule = engines.schedule(problem, engines.choose(problem, device), device)
-    return {launch.source() for launch in background.likely(problem, background.launches(background.initial_form(schedule, device)), device)}
+    return {
+        launch.source() for launch in background.likely(problem, background.launches(background.initial_form(schedule, device)), device)
+    }
 
 
 def waits(problem, device):
@@ -599,27 +561,6 @@ def test_rivals_are_other_orders_of_sums_that_take_hardly_longer(empty):
         assert all(one.tile >= config.tile or engines.predicted(problem, one, empty) > background.NEARLY_AS_FAST * best for one in same)
 
 
-def test_a_size_that_is_given_another_order_of_sums_need_not_wait_for_it(empty, monkeypatch):
-    sizes = [fprop((n, c, size, size), (c, c, 1, 1)).problem() for n in (4, 9) for c in (128, 256, 384, 512) for size in (7, 14, 20, 28, 36, 56)]
-    order = {one: engines.order(one, engines.choose(one, empty)) for one in sizes}
-    of_layers = ((a, b) for a in sizes for b in sizes if (a.N, a.C) == (b.N, b.C) and order[a] != order[b])
-    problem, other = next((a, b) for a, b in of_layers if any(engines.order(b, config) == order[b] for config in background.other_orders(a, empty)))
-    first = engines.choose(problem, empty)
-    monkeypatch.setattr(Empty, "known", texts_of(problem, first, empty))
-    assert waits(other, empty)
-    monkeypatch.setattr(Empty, "known", set().union(*(texts_of(problem, config, empty) for config in background.other_orders(problem, empty))))
-    assert not waits(other, empty)
-
-
-def test_rivals_are_foreseen_first_and_know_an_unfused_layer(empty):
-    problem = fprop((1, 64, 56, 56), (64, 64, 3, 3), padding=1).problem()  # another kernel, of few pixels, takes about as long
-    others_named = {launch.file or launch.kernel for config in background.other_orders(problem, empty) for launch in background.launches(engines.schedule(problem, config, empty))}
-    own = background.launches(engines.schedule(problem, engines.choose(problem, empty), empty))
-    for one, known in ((problem, True), (replace(problem, has_scale=True, activation="relu"), False)):
-        first = next(background.likely(one, own, empty))
-        assert (first.file or first.kernel) in others_named and ("LAYER" in first.defines) == known
-
-
 # ---- what compiles fastest
 
 
@@ -653,17 +594,6 @@ def test_the_better_one_follows_where_a_smaller_text_was_waited_for(slow, monkey
     assert plan.better.config == best and run(plan.better, *arrays).tobytes() == first.tobytes()
 
 
-def test_what_would_be_foreseen_is_not_if_it_is_on_its_way(empty, monkeypatch):
-    problem = fprop((8, 64, 56, 56), (64, 64, 3, 3), padding=1).problem()
-    found = likely(problem, empty)
-    assert found
-    for name in "coming", "queued":
-        with monkeypatch.context() as patch:
-            patch.setattr(background, "_foreseen", {})
-            patch.setattr(Empty, name, lambda _, launch: launch.source() in found)
-            assert not likely(problem, empty) & found
-
-
 @pytest.mark.parametrize("case", [
     fprop((8, 64, 56, 56), (64, 64, 3, 3), padding=1), dgrad((8, 64, 28, 28), (64, 64, 3, 3), padding=1, stride=2),
     fprop((8, 64, 56, 56), (64, 1, 3, 3), padding=1, groups=64), fprop((2, 16, 900), (32, 16, 3)),
@@ -693,15 +623,6 @@ def test_what_is_likely_is_compiled_beside_what_is_waited_for(slow, monkeypatch)
     cached_plan.cache_clear()
     cached_plan(problem, slow.device)
     assert not slow.asked  # nothing is waited for
-
-
-def test_nothing_more_is_foreseen_once_nothing_is_waited_for(slow, monkeypatch):
-    problem = CASE.problem()
-    other = engines.schedule(problem, direct.Single(), slow.device).whole[0]
-    monkeypatch.setattr(background, "foresees", lambda _: True)
-    monkeypatch.setattr(background, "likely", lambda *_: iter(other * 9))
-    cached_plan(problem, slow.device)
-    assert len(slow.asked) == 1
 
 
 def texts_of(problem, config, device):
@@ -775,9 +696,3 @@ def test_what_is_much_slower_does_not_substitute(monkeypatch, empty):
         known = {launch.source() for launch in background.launches(engines.schedule(problem, config, empty))}
         monkeypatch.setattr(Empty, "compiled", lambda _, launch, known=known: launch.source() in known)
         assert background.same_bits_substitute(problem, chosen, empty) == (config if us <= background.SLOWEST * times[0] else None)
-
-
-def test_machines_with_few_cores_compile_what_is_waited_for_alone(monkeypatch):
-    for cores, backend, expected in ((2, "cuda", False), (16, "cuda", True), (16, "opencl", False)):
-        monkeypatch.setattr(background, "cores", lambda cores=cores: cores)
-        assert background.foresees(SimpleNamespace(backend=backend)) == expected

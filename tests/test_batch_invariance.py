@@ -55,10 +55,15 @@ def test_rows_of_a_window_follow_from_the_layer(taps, layout):
     """Windows of few channels have as many rows as the batch is worth, which is another order of sums."""
     device, orders = Target("sm_90a"), {}
     for asked in (None, "batch_invariant"):
-        layer = ConvProblem.forward(2, (1, 3, 96, 96), (256, 3, taps, taps), stride=2, padding=3, dtype="bfloat16", layout=layout, algorithm=asked)
+        layer = ConvProblem.forward(
+            2, (1, 3, 96, 96), (256, 3, taps, taps), stride=2, padding=3, dtype="bfloat16", layout=layout, algorithm=asked
+        )
         some = [replace(layer, N=n, batched=True) for n in (1, 2, 43)]
         orders[asked] = {engines.order(one, engines.ImplicitGemm(64, 128, 4)) for one in some}
-        packs = [step for one in some for step in background.launches(engines.schedule(one, engines.ImplicitGemm(64, 128, 4), device)) if step.kernel == "pack"]
+        packs = [
+            step for one in some
+            for step in background.launches(engines.schedule(one, engines.ImplicitGemm(64, 128, 4), device)) if step.kernel == "pack"
+        ]
         assert len({step.arguments.fold_r for step in packs}) == len(orders[asked])
     assert len(orders["batch_invariant"]) == 1 < len(orders[None])
 
@@ -372,25 +377,3 @@ def test_mending_looks_at_one_image(split):
         together, alone = (simt.computed(replace(layer, N=len(some), algorithm=algorithm), config, some, w) for some in (x, x[:1]))
         same[algorithm] = np.array_equal(together[:1], alone)
     assert same == {None: False, "batch_invariant": True}
-
-
-def test_the_benchmark_of_random_layers(monkeypatch, capsys):
-    """It says so where an image's bits are others in a batch."""
-    from pycuda_conv.cli import main
-    from pycuda_conv.tools.benchmarks import batchbench
-
-    drawn = [problem for _, problem in batchbench.layers(5, 60, ("fp32", "fp16-nhwc"))]
-    assert {problem.direction for problem in drawn} == {"fprop", "dgrad"} and {problem.layout for problem in drawn} >= {"NCHW", "NHWC"}
-    assert max(problem.N for problem in drawn) > 32 and all(problem.batched for problem in drawn)
-    small = ConvProblem.forward(2, (5, 3, 9, 9), (4, 3, 3, 3))
-    monkeypatch.setattr(batchbench, "layers", lambda *_: iter([("odd", small)]))
-    monkeypatch.setattr(batchbench, "compile_ahead", lambda *_: None)
-    assert main(["bench", "--batches", "1", "--device", "opencl", "--seed", "1"]) == 0
-    assert "1 layers with 1 to 64 images: 1 have equal bits in every batch, 0 differ" in capsys.readouterr().out
-    monkeypatch.setattr(batchbench, "gpu_times", None)  # nothing is timed then, on a GPU neither
-    assert main(["bench", "--batches", "1", "--quick", "--device", "opencl", "--seed", "1"]) == 0
-    assert "bench --batches 1 --quick" in capsys.readouterr().out
-    result = batchbench.Layer.result
-    monkeypatch.setattr(batchbench.Layer, "result", lambda self, torch, chosen=None: result(self, torch, chosen) + (chosen is not None))
-    assert main(["bench", "--batches", "1", "--device", "opencl", "--seed", "1"]) == 1
-    assert "DIFFERS: conv2d 5x3x9x9 -> 4x7x7" in capsys.readouterr().out

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import io
 import logging
 import os
 import signal
@@ -10,14 +9,13 @@ import subprocess
 import sys
 import threading
 import time
-import zipfile
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from reference import python, started
 
 from pycuda_conv import tune
-from pycuda_conv.errors import BackendError, ConvArgumentError
+from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.runtime import cache, pocl
 from pycuda_conv.runtime.cache import Entry
 
@@ -105,14 +103,6 @@ def test_an_entry_that_cannot_be_read_costs_the_cache_only(cache_folder):
 def test_a_folder_that_cannot_be_made_costs_the_cache_only(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("not a folder")
     monkeypatch.setenv("PYCUDA_CONV_CACHE_DIR", str(tmp_path / "file" / "below"))
-    assert get("a", b"good") == b"good"
-
-
-def test_a_read_only_folder_costs_the_cache_only(monkeypatch, tmp_path):
-    if os.geteuid() == 0:
-        pytest.skip("root writes anywhere")
-    tmp_path.chmod(0o500)
-    monkeypatch.setenv("PYCUDA_CONV_CACHE_DIR", str(tmp_path))
     assert get("a", b"good") == b"good"
 
 
@@ -304,24 +294,6 @@ def test_a_full_disk_costs_the_cache_only(cache_folder, monkeypatch, caplog):
     assert get("a", b"good") == b"good"
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
-def test_a_small_file_system_that_is_full(tmp_path, fast_env):
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k,mode=700", "tmpfs", str(tmp_path)], check=False, capture_output=True).returncode:
-        pytest.skip("tmpfs can't be mounted here")
-    try:
-        code = """
-from pycuda_conv.runtime.cache import Entry
-for name in "aab":
-    assert Entry((name,), ".x").get(lambda: b"good" * 30000) == b"good" * 30000
-assert Entry(("small",), ".x").get(lambda: b"good") == Entry(("small",), ".x").get(lambda: b"bad") == b"good"
-"""
-        env = {**fast_env, "PYCUDA_CONV_CACHE_DIR": str(tmp_path)}
-        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=900, check=False)
-        assert done.returncode == 0 and done.stderr.count("No space left") == 1, done.stderr
-    finally:
-        subprocess.run(["umount", str(tmp_path)], check=True)
-
-
 # ---- what PoCL compiles
 
 CALL = """
@@ -356,7 +328,9 @@ def test_pocl_takes_nothing_from_a_folder_that_it_is_told_of(opencl, fast_env, c
 
 def test_what_a_killed_process_left_of_pocl_s_is_removed(opencl, fast_env, cache_folder):
     env = {**fast_env, "PYCUDA_CONV_CACHE_DIR": str(cache_folder)}
-    killed = subprocess.run([sys.executable, "-c", CALL + "os.kill(os.getpid(), 9)"], env=env, check=False, capture_output=True, timeout=900)
+    killed = subprocess.run(
+        [sys.executable, "-c", CALL + "os.kill(os.getpid(), 9)"], env=env, check=False, capture_output=True, timeout=900
+    )
     assert killed.returncode == -9
     assert len(list((cache_folder / "kernels").glob(".pocl-*"))) == 1
     python(CALL + f"import glob; assert len(glob.glob({str(cache_folder)!r} + '/kernels/.pocl-*')) == 1", env)
@@ -417,7 +391,9 @@ def small_file_system(folder, options):
     if os.geteuid() != 0:
         pytest.skip("only root can mount")
     folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"mode=700,{options}", "tmpfs", str(folder)], check=False, capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"mode=700,{options}", "tmpfs", str(folder)], check=False, capture_output=True
+    ).returncode:
         pytest.skip("tmpfs can't be mounted here")
     try:
         yield folder
@@ -452,14 +428,6 @@ def test_a_folder_that_vanishes_is_made_again(opencl, fast_env, tmp_path):
     assert calls(fast_env, folder, "vanish") == SUMS
 
 
-def test_without_any_folder_the_error_says_which_were_tried(monkeypatch, cache_folder):
-    reasons = iter(["Disk quota exceeded", "No space left on device"])
-    monkeypatch.setattr(pocl, "why_no_room", lambda folder: next(reasons))
-    with pytest.raises(BackendError, match=r"needs 8 MiB on a disk.*kernels: Disk quota exceeded; .*: No space left on device\)\. Make room"):
-        pocl.Workshop()
-    assert not list(cache_folder.rglob(".pocl-*"))
-
-
 @pytest.mark.parametrize(("name", "number", "told"), [
     ("posix_fallocate", errno.EDQUOT, "quota"), ("posix_fallocate", errno.ENOSPC, "No space"), ("posix_fallocate", errno.EIO, "error"),
 ])
@@ -472,27 +440,6 @@ def test_room_is_asked_for_by_reserving_it(monkeypatch, tmp_path, name, number, 
     monkeypatch.setattr(os, name, refuse)
     assert told in pocl.why_no_room(tmp_path) and not list(tmp_path.iterdir())
     assert "No such file" in pocl.why_no_room(tmp_path / "missing")
-
-
-def test_a_program_that_can_be_put_back_only_in_part_is_not_taken(monkeypatch, cache_folder):
-    data = io.BytesIO()
-    with zipfile.ZipFile(data, "w") as archive:
-        archive.writestr("AB/CD/program.bc", b"first")
-        archive.writestr("AB/CD/second", b"second")
-    entry = Entry(("program",), ".pocl")
-    entry.write(data.getvalue())
-    workshop, extract, taken = pocl.Workshop(), zipfile.ZipFile.extract, []
-
-    def full(archive, name, folder):
-        taken.append(extract(archive, name, folder))
-        if len(taken) == 2:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(zipfile.ZipFile, "extract", full)
-    with pytest.raises(BackendError, match="No space left"):
-        pocl.Program(workshop, entry)
-    assert len(taken) == 2 and not any(map(os.path.exists, taken))
-    monkeypatch.undo()
 
 
 def test_without_a_home_nothing_is_kept_and_nothing_is_written_beside_the_program(monkeypatch, tmp_path, caplog):

@@ -53,7 +53,9 @@ def test_few_timings_change_little():
 
 def test_files(tmp_path, monkeypatch):
     timings = timed({"hopper.gemm": 1.5})
-    made = calibrate._named(DEVICE, calibrate.fitted(timings, DEVICE), driver="1.2", date="2026-11-29", command="c", timings=calibrate.as_json(timings))
+    made = calibrate._named(
+        DEVICE, calibrate.fitted(timings, DEVICE), driver="1.2", date="2026-11-29", command="c", timings=calibrate.as_json(timings)
+    )
     text = calibrate.text(made)
     again = calibration.parsed(text)
     assert calibrate.text(again) == text and again.factors == made.factors and again.capability == (9, 0)

@@ -4,9 +4,8 @@ import importlib.util
 import json
 import sys
 import threading
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +17,7 @@ from pycuda_conv.engines import registry
 from pycuda_conv.errors import DeviceMemoryError
 from pycuda_conv.runtime.target import Target
 from pycuda_conv.tools import ablation, choices, plans
-from pycuda_conv.tools.families import FAMILIES, draw
+from pycuda_conv.tools.families import FAMILIES
 
 
 class Compiled:
@@ -73,13 +72,16 @@ def test_plans_are_compiled_ahead(monkeypatch):
 
     monkeypatch.setattr(target, "queue", SimpleNamespace(cubin=cubin), raising=False)
     monkeypatch.setattr(target, "compiled", lambda launch: launch.source() in compiled, raising=False)
-    monkeypatch.setattr(plans, "cached_plan", lambda problem, device: made.append((problem, len(compiled))) or SimpleNamespace(final_form=lambda: problem))
+    monkeypatch.setattr(
+        plans, "cached_plan", lambda problem, device: made.append((problem, len(compiled))) or SimpleNamespace(final_form=lambda: problem)
+    )
     monkeypatch.setattr(plans, "MOST_AHEAD", 2)
     wanted = [ConvProblem.forward(2, (8, 64, n, n), (64, 64, 3, 3), padding=1) for n in (14, 28, 56)]
     with plans.Ahead([wanted[0], wanted[0], *wanted[1:]], target) as ahead:
         there.set()
         assert [ahead.plan(problem) for problem in (wanted[0], wanted[0], *wanted[1:])] == [wanted[0], wanted[0], *wanted[1:]]
-    assert len(set(compiled)) == len(compiled) > 3 and made[0][1] > 0 and [problem for problem, _ in made] == [wanted[0], wanted[0], *wanted[1:]]
+    assert len(set(compiled)) == len(compiled) > 3 and made[0][1] > 0
+    assert [problem for problem, _ in made] == [wanted[0], wanted[0], *wanted[1:]]
 
 
 def test_the_choice_stands_beside_the_fastest_candidate(gpu, tmp_path, capsys):
@@ -107,24 +109,9 @@ def test_a_problem_that_does_not_fit_is_told(gpu, monkeypatch, capsys):
     assert "no room" in " ".join(capsys.readouterr().err.split())
 
 
-def test_problems_are_in_the_modes_that_were_asked_for():
-    kinds = (("float16", "fp32", "NHWC"), ("float32", "tf32", "NCHW"))
-    found = {(problem.dtype, problem.precision, problem.layout) for problem in draw(1, 4, kinds)}
-    assert found == set(kinds)
-
-
 def test_a_device_that_no_model_knows_is_refused(capsys):
     assert main(["bench", "--families", "1", "--device", "opencl"]) == 2
     assert "GPU" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("background", ["1", "0"])
-def test_kernels_are_compiled_as_settled_plans_launch_them(background, monkeypatch):
-    monkeypatch.setenv("PYCUDA_CONV_BACKGROUND", background)
-    target = Target("sm_90a")
-    problem = next(draw(7, 1, (("float16", "fp32", "NHWC"),)))
-    steps = list(measure._steps(problem, engines.candidates(problem, target), target))
-    assert steps and any(step.layer for step in steps) == (background == "0")
 
 
 # ---- what an engine is worth
@@ -146,25 +133,6 @@ def test_without_an_engine_others_are_chosen():
         if win.loss is not None:
             assert win.loss == registry.predicted(problem, other, target) / registry.predicted(problem, config, target)
             assert win.loss > 1 / 1.2  # a choice may be of a usual order of sums, which others have compiled
-
-
-def test_work_that_is_handed_on_counts_for_the_engine_that_does_it():
-    config = registry.config_classes()["ViaNhwc"](str(registry.config_classes()["DenseNhwc"]()))
-    assert ablation.belongs(config, "hopper_dense") and ablation.belongs(config, "via_nhwc")
-    assert not ablation.belongs(config, "hopper_gather")
-
-
-def test_without_a_part_of_an_engine():
-    from pycuda_conv import ConvProblem
-    from pycuda_conv.engines.hopper import gemm as hopper_gemm
-
-    problem, target = ConvProblem.forward(2, (64, 64, 56, 56), (256, 64, 3, 3), padding=1, dtype="float16"), Target("sm_90a")
-    in_turn = [config for config in hopper_gemm.configs(problem, target) if config.is_pingpong]
-    assert in_turn and all(ablation.belongs(config, "ImplicitGemm.schedule=pingpong") for config in in_turn)
-    with ablation.without(["ImplicitGemm.schedule=pingpong"]):
-        found = [config for _, config in registry.predictions(problem, target)]
-        assert not set(in_turn) & set(found) and any(type(config) is hopper_gemm.ImplicitGemm for config in found)
-        assert registry.choose(problem, target) not in in_turn
 
 
 @pytest.mark.parametrize(
@@ -216,14 +184,9 @@ def ablate(monkeypatch):
 
 
 def row(family, direction, loss):
-    return {"family": family, "pass": direction, "first_us": 10.0, "second_us": 10.0 * loss, "first_predicted": None, "second_predicted": None}
-
-
-def test_what_was_measured_counts_as_often_as_the_engine_wins(ablate):
-    one = ablate.Measured(Counter({("a", "fprop"): 4, ("b", "fprop"): 2}))
-    # two of the four were measured, and none of the others
-    one.rows += [row("a", "fprop", 2.0), row("a", "fprop", 8.0), {"error": "out of memory"}]
-    assert one.factors == {("a", "fprop"): [pytest.approx(4.0)] * 4, ("b", "fprop"): [pytest.approx(4.0)] * 2}
+    return {
+        "family": family, "pass": direction, "first_us": 10.0, "second_us": 10.0 * loss, "first_predicted": None, "second_predicted": None
+    }
 
 
 def test_engines_are_measured_in_turn(ablate, monkeypatch, tmp_path, capsys):
@@ -257,11 +220,19 @@ def test_engines_are_measured_in_turn(ablate, monkeypatch, tmp_path, capsys):
     assert [line[0] for line in lines[1:]] == names and all(int(line[2]) + int(line[3]) == 12 for line in lines[1:]), "of both files"
 
 
-def test_no_network_of_the_suite_is_held_out(ablate):
-    from pycuda_conv.tools.suite import suite
+def test_the_planners_choice_is_measured_as_often_as_the_fastest(monkeypatch):
+    """The first plan is measured again however slow it seemed; others if they were nearly as fast as the fastest."""
+    asked = []
 
-    known = {replace(problem, N=1) for problem in suite()}
-    layers = ablate.networks(1, 5000)
-    assert len({str(problem) for problem in layers}) > 1000
-    plain = [problem for problem in layers if (problem.dtype, problem.precision, problem.layout, problem.direction) == ("float32", "fp32", "NCHW", "fprop")]
-    assert plain and not {replace(problem, N=1) for problem in plain} & known
+    def medians(clock, ways, sets, effort):
+        asked.append([way() for way in ways])
+        return [{"a": 20.0, "b": 10.0, "c": 12.0, "d": 10.5}[name] / len(asked) for name in asked[-1]]
+
+    on = SimpleNamespace(current=nullcontext, pool=SimpleNamespace(free_held=lambda: None))
+    plans = [SimpleNamespace(name=name, device=on) for name in "abcd"]
+    operands = SimpleNamespace(compare=lambda plans: None, buffers=[], count=1)
+    monkeypatch.setattr(measure, "_Clock", lambda device: SimpleNamespace(own=None))
+    monkeypatch.setattr(measure, "_Operands", lambda *_: operands)
+    monkeypatch.setattr(measure, "_medians", medians)
+    monkeypatch.setattr(measure, "_way", lambda plan, *_: lambda: plan.name)
+    assert measure.device_times(plans) == [10.0, 5.0, 12.0, 5.25] and asked == [["a", "b", "c", "d"], ["a", "b", "d"]]

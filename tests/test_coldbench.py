@@ -2,14 +2,11 @@
 
 import json
 import subprocess
-import sys
-import zipfile
 from pathlib import Path
 
 import pytest
 
 from pycuda_conv.cli import main
-from pycuda_conv.runtime import binaries
 from pycuda_conv.tools import bench
 from pycuda_conv.tools.benchmarks import coldbench
 from pycuda_conv.tools.terminal import ToolError
@@ -44,16 +41,6 @@ def test_every_figure_is_shown_beside_torch_s(children, capsys, tmp_path):
     assert len(by_torch) == len(set(by_torch)) < len(coldbench.CASES)
 
 
-def test_a_wheel_s_own_kernels_are_measured(children, monkeypatch, tmp_path):
-    shipped = tmp_path / "kernels.zip"
-    shipped.write_bytes(b"")
-    monkeypatch.setattr(binaries, "SHIPPED", shipped)
-    monkeypatch.setattr(binaries, "serves", lambda arch: arch == "sm_90")
-    monkeypatch.setattr(coldbench, "make_archive", None)  # nothing has to be compiled
-    assert main(["bench", "--cold", "--only", "wheel's"]) == 0
-    assert [there for *_, ours, there in children if ours] == [True] * 2
-
-
 @pytest.mark.parametrize("wheel", [False, True])
 def test_only_a_wheel_s_case_finds_shipped_kernels(wheel, monkeypatch, tmp_path):
     asked = []
@@ -70,11 +57,6 @@ def test_only_a_wheel_s_case_finds_shipped_kernels(wheel, monkeypatch, tmp_path)
     assert (ours[-1] == str(tmp_path)) == wheel and Path(ours[-1]).exists() == wheel
 
 
-def test_only_some(children, capsys):
-    assert main(["bench", "--cold", "--only", "sixteen"]) == 0
-    assert {kind for kind, *_ in children} == {"sizes"} and "fifteen others" in capsys.readouterr().out
-
-
 def test_a_child_that_fails_costs_its_rows_only(children, capsys, monkeypatch):
     def measure(case, ours, archive):
         if case.kind == "training":
@@ -85,33 +67,3 @@ def test_a_child_that_fails_costs_its_rows_only(children, capsys, monkeypatch):
     assert main(["bench", "--cold"]) == 1
     said = capsys.readouterr()
     assert "out of memory" in said.err and "resnet18" in said.out and "resnet50" not in said.out
-
-
-def test_what_a_child_says_last_is_told(monkeypatch):
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(ToolError, match="sizes 3x3 float32 failed: exit status 1"):
-        coldbench.measure(next(case for case in coldbench.CASES if case.kind == "sizes"), True, None)
-
-
-@pytest.mark.gpu
-def test_a_child_measures():
-    found = coldbench.measure(next(case for case in coldbench.CASES if case.kind == "sizes"), True, None)
-    assert 0 < found["first"] < 30 and 0 < found["fifteen others"] < 30
-
-
-def test_the_archive_is_what_a_wheel_ships(tmp_path, monkeypatch, capsys):
-    from pycuda_conv.runtime import compiler, driver
-    from pycuda_conv.tools import warm
-
-    texts = [warm.Text("one", "sm_90a", "some"), warm.Text("other", "sm_90", "some")]
-    monkeypatch.setattr(driver, "newest", lambda: None)
-    monkeypatch.setattr(compiler, "compiler", lambda newest: "nvrtc")
-    monkeypatch.setattr(warm, "of_wheel", lambda target: texts if target.name == "sm_90a" else [])
-    monkeypatch.setattr(warm, "compile_all", lambda wanted, made_by: (dict.fromkeys(wanted, b"cubin"), []))
-    coldbench.make_archive(tmp_path / "kernels.zip", "sm_90a")
-    with zipfile.ZipFile(tmp_path / "kernels.zip") as archive:
-        assert set(archive.namelist()) == {binaries.shipped_name(text.source, text.arch) for text in texts}
-    assert "the wheel's 2 kernels" in " ".join(capsys.readouterr().err.split())
-    monkeypatch.setattr(warm, "compile_all", lambda *_: ({}, ["some: no room"]))
-    with pytest.raises(ToolError, match="no room"):
-        coldbench.make_archive(tmp_path / "kernels.zip", "sm_90a")

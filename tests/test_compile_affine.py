@@ -27,7 +27,8 @@ class Of(nn.Module):
     def __init__(self, call):
         super().__init__()
         self.conv, self.wide, self.norm, self.call = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 1, bias=False), FrozenNorm(4), call
-        self.gamma, self.scale, self.shift = nn.Parameter(torch.rand(4) + 0.5), nn.Parameter(torch.rand(4, 1, 1) + 0.5), nn.Parameter(torch.rand(1, 4, 1, 1))
+        self.gamma, self.scale = nn.Parameter(torch.rand(4) + 0.5), nn.Parameter(torch.rand(4, 1, 1) + 0.5)
+        self.shift = nn.Parameter(torch.rand(1, 4, 1, 1))
         self.row, self.square = nn.Parameter(torch.rand(10)), nn.Parameter(torch.rand(2, 2) + 0.5)
 
     def forward(self, x):

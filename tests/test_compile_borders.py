@@ -1,4 +1,5 @@
-"""Borders other than zeros in graphs of torch.compile: a padding joins the convolution behind it, and what follows is fused as with zeros."""
+"""Borders other than zeros in graphs of torch.compile: a padding joins the convolution behind it, and what follows is fused as with
+zeros."""
 
 import pytest
 import torch
@@ -163,4 +164,6 @@ def test_a_layer_in_evaluation(dtype, last, channels, place):
         expected = F.batch_norm(F.conv2d(wide, w.double()), mean.double(), var.double(), gamma.double(), beta.double(), False, 0.0, 1e-3)
         expected = (expected + residual.double()).relu()
         for one in found:
-            assert torch.allclose(one.double(), expected, rtol=2e-3 if dtype is torch.float16 else 1e-5, atol=2e-2 if dtype is torch.float16 else 1e-4)
+            assert torch.allclose(
+                one.double(), expected, rtol=2e-3 if dtype is torch.float16 else 1e-5, atol=2e-2 if dtype is torch.float16 else 1e-4
+            )

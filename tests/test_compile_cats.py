@@ -16,7 +16,9 @@ class Dense(nn.Module):
 
     def __init__(self, way=lambda features, cat: None, axis=1):
         super().__init__()
-        self.norms, self.convs = (nn.ModuleList(make(n) for n in range(4, 10, 2)) for make in (nn.BatchNorm2d, lambda n: nn.Conv2d(n, 2, 3, padding=1)))
+        self.norms, self.convs = (
+            nn.ModuleList(make(n) for n in range(4, 10, 2)) for make in (nn.BatchNorm2d, lambda n: nn.Conv2d(n, 2, 3, padding=1))
+        )
         self.last, self.way, self.axis = nn.Conv2d(10, 3, 1), way, axis
 
     def forward(self, x):
@@ -64,36 +66,27 @@ def test_what_is_not_the_earlier_one(way, expected):
         assert close(p.grad, q.grad)
 
 
-def test_a_result_that_is_written_is_no_beginning():
-    def call(x, w):
-        a, b = torch.tanh(x), torch.sin(x)
+def written(a, b):
+    return torch.cat([a, b], 1).mul_(2), torch.cat([a, b, a], 1)
+
+
+def without_gradients(a, b):
+    with torch.no_grad():
         first = torch.cat([a, b], 1)
-        first.mul_(2)
-        return torch.cat([a, b, F.conv2d(first, w)], 1)
+    return first, torch.cat([a, b, b], 1)
+
+
+def of_two_types(a, b):
+    return torch.cat([a, b], 1), torch.cat([a, b, a.double()], 1).float()
+
+
+@pytest.mark.parametrize("call", [written, without_gradients, of_two_types])
+def test_what_is_no_beginning(call):
+    def both(x, w):
+        first, second = call(torch.tanh(x), torch.sin(x))
+        return torch.cat([F.conv2d(first, w), second[:, 8:]], 1)
 
     x, w = images().requires_grad_(), torch.randn(3, 8, 1, 1, requires_grad=True)
-    assert close(compiled(call)(x, w), call(x, w)) and widths() == [[2, 3]]
-
-
-def test_without_gradients_before_and_with_them_after():
-    def call(x, w):
-        a, b = torch.tanh(x), torch.sin(x)
-        with torch.no_grad():
-            first = torch.cat([a, b], 1)
-        return torch.cat([a, b, F.conv2d(first, w)], 1)
-
-    x, w = images().requires_grad_(), torch.randn(3, 8, 1, 1, requires_grad=True)
-    found, wanted = compiled(call)(x, w), call(x, w)
-    assert close(found, wanted) and widths() == [[2, 3]]
-    (dx,), (expected,) = (torch.autograd.grad(one.square().sum(), x) for one in (found, wanted))
-    assert close(dx, expected)
-
-
-def test_other_dtypes():
-    def call(x, w):
-        a, b = torch.tanh(x), torch.sin(x)
-        first = torch.cat([a, b], 1)
-        return F.conv2d(first, w).sum() + torch.cat([a, b, x.double()], 1).sum()
-
-    x, w = images().requires_grad_(), torch.randn(3, 8, 1, 1)
-    assert close(compiled(call)(x, w), call(x, w)) and widths() == [[2, 3]]
+    found, wanted = compiled(both)(x, w), both(x, w)
+    assert close(found, wanted) and widths() == [[2, 3, 2]]
+    assert all(close(*two) for two in zip(*(torch.autograd.grad(one.square().sum(), (x, w)) for one in (found, wanted)), strict=True))

@@ -147,7 +147,9 @@ def test_concatenating_on_the_simulated_machine(pixels, first, second):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("shape, more", [((2, 24, 9, 7), 8), ((3, 128, 33, 20), 256), ((1, 16, 5, 6, 4), 32), ((2, 3, 8, 8), 5), ((2, 16, 1, 1), 16)])
+@pytest.mark.parametrize(
+    "shape, more", [((2, 24, 9, 7), 8), ((3, 128, 33, 20), 256), ((1, 16, 5, 6, 4), 32), ((2, 3, 8, 8), 5), ((2, 16, 1, 1), 16)]
+)
 def test_concatenating_on_a_gpu(dtype, shape, more):
     form = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
     a, b = (torch.randn((shape[0], c, *shape[2:]), device="cuda").to(dtype).contiguous(memory_format=form) for c in (shape[1], more))
@@ -169,47 +171,31 @@ def test_arrays_in_c_order_and_gradients_stay_apart(where, how):
 
 
 @pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
-@pytest.mark.parametrize("form", ["general", "known"])
-def test_the_launch_on_the_simulated_machine(form, monkeypatch):
-    """Factors and summands of float32, as the call at the graph's start leaves them; whole numbers, exactly."""
+@pytest.mark.parametrize("form, joined", [("general", False), ("known", False), ("general", True)])
+def test_the_launch_on_the_simulated_machine(form, joined, monkeypatch):
+    """Two sums, or one of two arrays side by side. Factors and summands of float32, as the call at the graph's start leaves them;
+    whole numbers, exactly."""
     device, rng = like_h200((9, 0), "cuda"), np.random.default_rng(3)
     monkeypatch.setattr(pairs.TORCH, "device", lambda signature, context: device)
     monkeypatch.setattr(pairs.engines, "predicted", lambda *given: 1e9)
-    shapes = (2, 40, 9, 8), (72, 40, 3, 3), (2, 24, 9, 8), (72, 24, 1, 1)
-    signatures = tuple((shape, torch.float16, 0) for shape in shapes)
-    calls = (Call("conv", 2, 1, n, 1, 1, "fp32", 0, activation).hashable() for n, activation in ((1, "relu"), (0, None)))
-    way = pairs._way.__wrapped__(*calls, signatures, False)
+    shapes = (2, 40, 9, 8), (72, 64 if joined else 40, 3, 3), (2, 24, 9, 8), None if joined else (72, 24, 1, 1)
+    signatures = tuple(shape and (shape, torch.float16, 0) for shape in shapes)
+    first, second = (Call("conv", 2, 1, n, 1, 1, "fp32", 0, activation).hashable() for n, activation in ((1, "relu"), (0, None)))
+    way = pairs._way.__wrapped__(first, None if joined else second, signatures, joined)
     assert way is not None and way.shape == (2, 72, 9, 8)
-    a, wa, b, wb = (rng.integers(-2, 3, shape).astype(np.float16) for shape in shapes)
+    a, wa, b, wb = (shape and rng.integers(-2, 3, shape).astype(np.float16) for shape in shapes)
     scale, bias = rng.integers(1, 3, 72).astype(np.float32), rng.integers(-3, 4, 72).astype(np.float32)
-    last = [np.ascontiguousarray(np.moveaxis(one, 1, -1)) for one in (a, wa, b, wb)]
+    residual = rng.integers(-5, 6, (2, 72, 9, 8)).astype(np.float16) if joined else None
+    last = [None if one is None else np.ascontiguousarray(np.moveaxis(one, 1, -1)) for one in (a, wa, b, wb, residual)]
     y = np.full((2, 9, 8, 72), np.nan, np.float16)
-    arrays = last[0], last[1], scale, bias, None, last[2], last[3], y
+    arrays = last[0], last[1], scale, bias, last[4], last[2], last[3], y
     memory = SimpleNamespace(buffers=[None if one is None else one.reshape(-1).view(np.uint8) for one in arrays])
     simt.run([[getattr(way, form)]], memory, 1)
-    sums = reference(False, 2, a, wa, padding=1) + reference(False, 2, b, wb)
-    right = np.maximum(sums * scale[:, None, None] + bias[:, None, None], 0)
-    np.testing.assert_array_equal(np.moveaxis(memory.buffers[-1].view(np.float16).reshape(y.shape), -1, 1).astype(float), right)
-
-
-@pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
-def test_the_launch_of_concatenated_arrays_on_the_simulated_machine(monkeypatch):
-    device, rng = like_h200((9, 0), "cuda"), np.random.default_rng(4)
-    monkeypatch.setattr(pairs.TORCH, "device", lambda signature, context: device)
-    monkeypatch.setattr(pairs.engines, "predicted", lambda *given: 1e9)
-    shapes = (2, 40, 9, 8), (72, 64, 3, 3), (2, 24, 9, 8)
-    signatures = *((shape, torch.float16, 0) for shape in shapes), None
-    way = pairs._way.__wrapped__(Call("conv", 2, 1, 1, 1, 1, "fp32", 0, "relu").hashable(), None, signatures, True)
-    a, w, b = (rng.integers(-2, 3, shape).astype(np.float16) for shape in shapes)
-    scale, bias = rng.integers(1, 3, 72).astype(np.float32), rng.integers(-3, 4, 72).astype(np.float32)
-    residual = rng.integers(-5, 6, (2, 72, 9, 8)).astype(np.float16)
-    last = [np.ascontiguousarray(np.moveaxis(one, 1, -1)) for one in (a, w, b, residual)]
-    y = np.full((2, 9, 8, 72), np.nan, np.float16)
-    arrays = last[0], last[1], scale, bias, last[3], last[2], None, y
-    memory = SimpleNamespace(buffers=[None if one is None else one.reshape(-1).view(np.uint8) for one in arrays])
-    simt.run([[way.general]], memory, 1)
-    sums = reference(False, 2, np.concatenate([a, b], 1), w, padding=1)
-    right = np.maximum(sums * scale[:, None, None] + bias[:, None, None] + residual, 0)
+    if joined:
+        sums, more = reference(False, 2, np.concatenate([a, b], 1), wa, padding=1), residual
+    else:
+        sums, more = reference(False, 2, a, wa, padding=1) + reference(False, 2, b, wb), 0
+    right = np.maximum(sums * scale[:, None, None] + bias[:, None, None] + more, 0)
     np.testing.assert_array_equal(np.moveaxis(memory.buffers[-1].view(np.float16).reshape(y.shape), -1, 1).astype(float), right)
 
 

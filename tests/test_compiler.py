@@ -147,7 +147,10 @@ while not os.path.exists("pid") or not os.stat("pid").st_size:
     python(code, python_env, TMPDIR=str(tmp_path), PYTHONWARNINGS="ignore")
     assert time.monotonic() - begin < 900
     pid = int((tmp_path / "pid").read_text())
-    while any("sleep" in line for line in subprocess.run(["ps", "-p", str(pid), "-o", "args="], capture_output=True, text=True, check=False).stdout.splitlines()):
+    while any(
+        "sleep" in line
+        for line in subprocess.run(["ps", "-p", str(pid), "-o", "args="], capture_output=True, text=True, check=False).stdout.splitlines()
+    ):
         assert time.monotonic() - begin < 1800
         time.sleep(0.01)
 

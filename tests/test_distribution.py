@@ -24,7 +24,9 @@ needs_sources = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="the
 def tracked():
     """The files of the commit, or of the archive that these tests lie in."""
     if (ROOT / ".git").exists() and shutil.which("git"):
-        listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+        listed = subprocess.run(
+            ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout.splitlines()
         return sorted(name for name in listed if (ROOT / name).is_file())
     skip = {"__pycache__", "build", "dist", ".pytest_cache", ".hypothesis"}
     paths = (p.relative_to(ROOT) for p in ROOT.rglob("*") if p.is_file())
@@ -43,7 +45,9 @@ def built(folder, mask, **env):
     env = {**os.environ, "CFLAGS": "-O0", **env}  # which takes a tenth of the time
     for name in ("SOURCE_DATE_EPOCH", "PYTHONPATH"):
         env.pop(name, None)
-    done = subprocess.run([sys.executable, "-c", BUILD.format(str(out))], cwd=source, env=env, capture_output=True, text=True, timeout=500, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", BUILD.format(str(out))], cwd=source, env=env, capture_output=True, text=True, timeout=500, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return source, next(out.glob("*.tar.gz")), next(out.glob("*.whl"))
 
@@ -115,9 +119,12 @@ def test_the_metadata_says_what_a_page_of_the_package_needs(archives):
 
 @needs_sources
 def test_with_an_address_links_and_urls_lead_there():
-    code = "import setuptools; setuptools.setup = lambda **all: print(all['project_urls'], all['long_description'])\nexec(open('setup.py').read())"
+    code = (
+        "import setuptools; setuptools.setup = lambda **all: print(all['project_urls'], all['long_description'])\n"
+        "exec(compile(open('setup.py').read(), 'setup.py', 'exec'), {'__file__': 'setup.py'})"
+    )
     env = {**os.environ, "PYCUDA_CONV_URL": HOME + "/"}
-    told = subprocess.run([sys.executable, "-c", code.replace("exec(open('setup.py').read())", "exec(compile(open('setup.py').read(), 'setup.py', 'exec'), {'__file__': 'setup.py'})")], cwd=ROOT, env=env, capture_output=True, text=True, check=True).stdout
+    told = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True).stdout
     assert f"'Issues': '{HOME}/issues'" in told
     found = [place for place in links(told) if place.startswith(HOME)]
     assert len(found) > 10 and any(place.startswith(f"{HOME}/raw/main/docs/pictures/") for place in found)
@@ -147,7 +154,9 @@ def test_make_verify_sets_up_less_than_make_test(tmp_path):
 
 
 @needs_sources
-@pytest.mark.parametrize(("variable", "installs"), [({}, False), ({"SYSTEM_PACKAGES": "install"}, True), ({"SYSTEM_PACKAGES": "yes"}, False)])
+@pytest.mark.parametrize(
+    ("variable", "installs"), [({}, False), ({"SYSTEM_PACKAGES": "install"}, True), ({"SYSTEM_PACKAGES": "yes"}, False)]
+)
 def test_system_packages_are_not_installed_without_consent(tmp_path, variable, installs):
     """A Python that can't make environments, and a machine on which sudo asks for nothing."""
     fakes = {
@@ -159,13 +168,17 @@ def test_system_packages_are_not_installed_without_consent(tmp_path, variable, i
         path = tmp_path / "bin" / name
         path.write_text(f"#!/bin/sh\n{body}\n")
         path.chmod(0o755)
-    env = {name: value for name, value in os.environ.items() if name != "SYSTEM_PACKAGES"} | {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "PYTHON": "python3", **variable}
+    env = {
+        name: value for name, value in os.environ.items() if name != "SYSTEM_PACKAGES"
+    } | {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "PYTHON": "python3", **variable}
     run = ["bash", str(ROOT / "scripts" / "setup_env.sh"), str(tmp_path / "venv")]
     done = subprocess.run(run, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode != 0
     called = (tmp_path / "called").read_text() if (tmp_path / "called").exists() else ""
     assert bool(called) == installs, called
-    assert ("python3-venv" in called) if installs else re.search(r"sudo apt-get install python3-venv|SYSTEM_PACKAGES must be", done.stderr), done.stderr
+    assert ("python3-venv" in called) if installs else re.search(
+        r"sudo apt-get install python3-venv|SYSTEM_PACKAGES must be", done.stderr
+    ), done.stderr
 
 
 # ---- what `info` finds

@@ -95,7 +95,10 @@ class Layer:
 
 
 #: The engines whose texts read scale and bias in ``finish.cuh`` or a way of their own. Those of ``epilogue.cuh`` run on OpenCL.
-SIMT = ["DenseNhwc", "ImplicitGemm", "GroupedNhwc", "FewChannels", "Planes", "GatheredPlanes", "FewPixels", "FewInputs", "DepthwiseToeplitz", "Gemm"]
+SIMT = [
+    "DenseNhwc", "ImplicitGemm", "GroupedNhwc", "FewChannels", "Planes", "GatheredPlanes", "FewPixels", "FewInputs", "DepthwiseToeplitz",
+    "Gemm"
+]
 
 
 @pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
@@ -107,7 +110,10 @@ def test_the_texts_of_tensor_cores_take_scale_and_bias_of_float32(engine):
 
 
 @pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
-@pytest.mark.parametrize(("k", "tile", "whole"), [(72, (64, 32), True), (64, (64, 64), False), (152, (128, 160), True), (184, (128, 192), False), (184, (128, 192), True)])
+@pytest.mark.parametrize(
+    ("k", "tile", "whole"),
+    [(72, (64, 32), True), (64, (64, 64), False), (152, (128, 160), True), (184, (128, 192), False), (184, (128, 192), True)]
+)
 def test_tiles_of_a_block_have_their_own_channels_scale_and_bias(k, tile, whole):
     """One or two blocks compute all tiles. The channels of a block's tiles take turns, or are the same in all. Residuals are read ahead."""
     case = fprop((2, 16, 12, 12), (k, 16, 1, 1))
@@ -115,7 +121,10 @@ def test_tiles_of_a_block_have_their_own_channels_scale_and_bias(k, tile, whole)
     config = next(c for c in engines.predictions(one.problem, H200) if type(c[1]).__name__ == "DenseNhwc")[1]
     config = replace(config, BLOCK_M=tile[0], BLOCK_N=tile[1], STAGES=3, CLUSTER=1)
     for constants in (False, True):
-        one.check(simt.computed(one.problem, config, one.x, one.w, one.bias, one.scale, one.residual, multiprocessors=1, constants=constants), config)
+        one.check(
+            simt.computed(one.problem, config, one.x, one.w, one.bias, one.scale, one.residual, multiprocessors=1, constants=constants),
+            config
+        )
 
 
 def small(found) -> list:
@@ -338,16 +347,12 @@ def test_all_that_may_be_missing_or_lie_otherwise(place):
     close(evaluate(x, w, None, *apart, 1e-5), reference(x, w, None, *apart, 1e-5, activation=None), torch.float32)
     turned, wide = x.transpose(2, 3), torch.randn(2, 12, 9, 7, device=place)
     for one in (turned, wide[:, 2:10], x[:, :1].expand(-1, 8, -1, -1)):
-        close(evaluate(one, w, bias, gamma, beta, mean, var, 1e-5), reference(one, w, bias, gamma, beta, mean, var, 1e-5, activation=None), torch.float32)
+        close(
+            evaluate(one, w, bias, gamma, beta, mean, var, 1e-5), reference(one, w, bias, gamma, beta, mean, var, 1e-5, activation=None),
+            torch.float32
+        )
     x.requires_grad_()
     assert not evaluate(x, w.requires_grad_(), bias, gamma, beta, mean, var).requires_grad
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_a_transposed_convolution(place):
-    given = arrays(place, torch.float32, torch.float32, transposed=True)
-    how = {"stride": 2, "output_padding": 1, "padding": 1}
-    close(evaluate(*given, 1e-3, None, "relu", transposed=True, **how), reference(*given, 1e-3, transposed=True, **how), torch.float32)
 
 
 def test_a_scale_above_the_largest_float16():
@@ -360,14 +365,6 @@ def test_a_scale_above_the_largest_float16():
     assert got.isfinite().all() and 300 / (tiny[0].item() + 1e-8) ** 0.5 > 65504
 
 
-def test_inside_autocast_it_computes_in_the_type_of_its_operands():
-    given = arrays("cpu", torch.float32, torch.float32)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        got = evaluate(*given, 1e-3, None, "relu", padding=1)
-        assert torch.is_autocast_enabled("cpu")
-    close(got, reference(*given, 1e-3, padding=1), torch.float32)
-
-
 def test_wrong_operands():
     x, w, bias, gamma, beta, mean, var = arrays("cpu", torch.float32, torch.float32)
     with pytest.raises(ConvArgumentError, match="mean and var must both be given, or none"):
@@ -378,27 +375,6 @@ def test_wrong_operands():
         evaluate(x, w, bias, gamma, beta, mean, var, 1e-5, x)
     with pytest.raises(ConvArgumentError, match="bias type"):
         evaluate(x, w, bias.half(), gamma, beta, mean, var)
-
-
-def float_scaled(where):
-    problem = ConvProblem.forward(2, (4, 16, 9, 9), (24, 16, 1, 1), (24,), dtype="float16", layout="NHWC", scale_shape=(24,), activation="silu")
-    return Plan(replace(problem, float_scale=True), get_device(where))
-
-
-def test_a_scale_of_float32_is_measured_as_one():
-    from pycuda_conv.measure import operands
-
-    plan = float_scaled("opencl")
-    assert plan.operand_bytes == (4 * 16 * 81 * 2, 24 * 16 * 2, 24 * 4, 24 * 4, 0)
-    assert [one.dtype.name for one in operands(plan.problem, 1000)] == ["float16", "float16", "float32", "float32", "float16"]
-
-
-@pytest.mark.gpu
-def test_candidates_of_a_layer_with_a_scale_of_float32_are_measured():
-    from pycuda_conv.measure import trials
-
-    plan = float_scaled("cuda")
-    assert all(choice.us > 0 for choice in trials(plan.problem, plan.device))
 
 
 def test_a_plan_with_a_scale_of_float32_takes_no_calls():

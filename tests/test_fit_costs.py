@@ -54,7 +54,9 @@ def test_constants_are_found_again(script, tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().out
     assert "mma.grouped_nhwc: " in said and "models alone: " in said and "with factors: " in said
     after = json.loads((folder / costs.REFERENCE).read_text())["engines"]
-    assert after["mma.grouped_nhwc"].pop("BEGIN") == [pytest.approx(kept["BEGIN"] * 1.5, rel=0.08), before["mma.grouped_nhwc"].pop("BEGIN")[1]]
+    assert after["mma.grouped_nhwc"].pop("BEGIN") == [
+        pytest.approx(kept["BEGIN"] * 1.5, rel=0.08), before["mma.grouped_nhwc"].pop("BEGIN")[1]
+    ]
     assert after == before
 
 

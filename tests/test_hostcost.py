@@ -56,7 +56,9 @@ def test_on_a_gpu(tmp_path, capsys):
     file = tmp_path / "cost.json"
     assert main(["bench", "--host-cost", "--quick", "--only", "numpy|nn.Conv2d|GPUArray.*4x16", "--json", str(file)]) == 0
     rows = json.loads(file.read_text())["rows"]
-    assert [row["call"] for row in rows] == ["nn.Conv2d", "nn.Conv2d", "conv2d", *["conv2d", "conv2d, out=", "plan, out=", "bound", "bound, out="] * 2]
+    assert [row["call"] for row in rows] == [
+        "nn.Conv2d", "nn.Conv2d", "conv2d", *["conv2d", "conv2d, out=", "plan, out=", "bound", "bound, out="] * 2
+    ]
     assert all(row["ours_us"] > 0 and row["ratio"] == pytest.approx(row["ours_us"] / row["torch_us"]) for row in rows)
     assert "ours / torch" in capsys.readouterr().out
     rates = hostcost.measure_threads(torch, "cuda:0", 1, 0.02)

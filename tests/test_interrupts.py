@@ -36,7 +36,9 @@ def a_call(function, x, w, options, dtype):
     return lambda: getattr(pc, function)(*arguments, device="opencl", **options)
 
 
-@pytest.mark.parametrize("name, dtype", [*((name, "float32") for name in PROBLEMS), ("batched", "float64"), ("tile", "float16"), ("gradient", "float64")])
+@pytest.mark.parametrize(
+    "name, dtype", [*((name, "float32") for name in PROBLEMS), ("batched", "float64"), ("tile", "float16"), ("gradient", "float64")]
+)
 def test_parts_give_the_same_bits(monkeypatch, name, dtype):
     """Parts of a few blocks, whose sizes differ from one another, against as few parts as can be."""
     call, counts = a_call(*PROBLEMS[name], dtype), []
@@ -81,15 +83,20 @@ def test_work_is_cut_by_measured_time(monkeypatch):
     x, w = np.ones((1, 8, 40, 40), "f"), np.ones((8, 8, 3, 3), "f")
     device, block_times, waits = get_device("opencl"), [], []
     in_parts, finish = opencl.OpenCLDevice._launch_in_parts, opencl.OpenCLDevice._finish
-    monkeypatch.setattr(opencl.OpenCLDevice, "_launch_in_parts", lambda *given: (block_times.append((given[-1], given[1].grid)), in_parts(*given))[1])
-    monkeypatch.setattr(opencl.OpenCLDevice, "_finish", lambda self, new=False: (waits.append(sum(self._given.values())), finish(self, new))[1])
+    monkeypatch.setattr(
+        opencl.OpenCLDevice, "_launch_in_parts", lambda *given: (block_times.append((given[-1], given[1].grid)), in_parts(*given))[1]
+    )
+    monkeypatch.setattr(
+        opencl.OpenCLDevice, "_finish", lambda self, new=False: (waits.append(sum(self._given.values())), finish(self, new))[1]
+    )
     pc.Plan(pc.ConvProblem.forward(2, x.shape, w.shape), device)(x, w)
     ((block_time, grid),) = block_times
     first = next(blocks for blocks in waits if blocks)
     assert first == min(device.multiprocessors, grid) and 0 < block_time.seconds < 10
     block_time.seconds = 0.01  # as if a block took so long: two parts of 20 blocks are as much as OpenCL may have
     waits.clear()
-    finish = lambda self, new: (self._given.clear(), self.queue.finish(), setattr(self, "_queued", 0.0))  # noqa: E731  (which measures nothing)
+    # which measures nothing
+    finish = lambda self, new: (self._given.clear(), self.queue.finish(), setattr(self, "_queued", 0.0))  # noqa: E731
     with device._lock:
         device._launch_in_parts(SimpleNamespace(grid=64, block=64), lambda *_, **__: None, (), block_time)
     assert [blocks for blocks in waits if blocks] == [20, 20, 20] and sum(device._given.values()) == 4
@@ -156,7 +163,10 @@ def test_the_command_ends_soon(fast_env, tmp_path, kind, number, word):
         pytest.importorskip("zarr")
         pytest.importorskip("tifffile")
         pytest.importorskip("dask")
-    arguments = ["-m", "pycuda_conv", "run", "--filter", "w.npy", "x.npy", f"y.{kind}", "--device", "opencl", "--algorithm", "direct", *["--axes", "ncyx"] * (kind != "npy")]
+    arguments = [
+        "-m", "pycuda_conv", "run", "--filter", "w.npy", "x.npy", f"y.{kind}", "--device", "opencl", "--algorithm", "direct",
+        *["--axes", "ncyx"] * (kind != "npy")
+    ]
     with started(*arguments, env=fast_env, text=True, cwd=tmp_path) as process:
         end = time.monotonic() + 120
         while not any(path.suffix == ".part" for path in tmp_path.iterdir()):
@@ -175,7 +185,9 @@ def test_the_command_ends_soon(fast_env, tmp_path, kind, number, word):
 
 @pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, INTERRUPTED)])
 def test_verify_ends_soon(fast_env, tmp_path, number, status):
-    with started("-m", "pycuda_conv", "verify", "--device", "opencl", env={**fast_env, "PYCUDA_CONV_CACHE_DIR": str(tmp_path)}, text=True) as process:
+    with started(
+        "-m", "pycuda_conv", "verify", "--device", "opencl", env={**fast_env, "PYCUDA_CONV_CACHE_DIR": str(tmp_path)}, text=True
+    ) as process:
         end = time.monotonic() + 60
         while not any(tmp_path.iterdir()):  # it compiles
             assert process.poll() is None and time.monotonic() < end
@@ -198,7 +210,9 @@ def work(argv):
 cli._main = work
 raise SystemExit(cli.main([]))
 """)
-    done = subprocess.run([sys.executable, "-m", "started"], env=python_env, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "started"], env=python_env, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
     assert (done.returncode, done.stdout, done.stderr) == (INTERRUPTED, "", "interrupted\n")
 
 

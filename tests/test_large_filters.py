@@ -54,7 +54,10 @@ def listed(made: Plan, *arrays) -> tuple:
 KINDS = ["black", "half", "one star", "tails", "faint"]
 
 
-@pytest.mark.parametrize(("engine", "kind"), [*((engine, kind) for engine in CONFIGS for kind in KINDS), *(("full list", kind) for kind in KINDS[2::2])])
+@pytest.mark.parametrize(
+    ("engine", "kind"),
+    [*((engine, kind) for engine in CONFIGS for kind in KINDS), *(("full list", kind) for kind in KINDS[2::2])],
+)
 def test_zeros_stay_zeros_and_what_may_be_off_is_summed(device, monkeypatch, engine, kind):
     """Blocks sum from a list, or by the threads themselves once that is full. Zeros in segments of a block cost no sums."""
     if engine == "full list":
@@ -96,7 +99,10 @@ def test_zeros_inf_and_nan(device, engine, case):
 
 @pytest.mark.parametrize("engine", ["blocks", "library"])
 def test_a_worse_transform_is_noticed(device, monkeypatch, engine):
-    """The tests above can fail: without the check, a bright pixel spoils its surroundings, and with limits of nothing zeros are not zeros."""
+    """The tests above can fail.
+
+    Without the check, a bright pixel spoils its surroundings, and with limits of nothing zeros are not zeros.
+    """
     if engine == "library":
         if get_device(device).backend == "cuda":
             pytest.skip("the limits are made on the GPU")

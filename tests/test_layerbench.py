@@ -1,6 +1,5 @@
 """``bench --suite``: KernelBench's layers and drawn ones, torch's ways, means and pages. Times are a GPU's; the rest is not."""
 
-import time
 from collections import Counter
 from dataclasses import replace
 
@@ -8,15 +7,12 @@ import pytest
 import torch
 
 import pycuda_conv as pc
-from pycuda_conv import ConvProblem, engines, tune
+from pycuda_conv import ConvProblem
 from pycuda_conv.cli import main
 from pycuda_conv.runtime import get_device
-from pycuda_conv.runtime.target import Target
 from pycuda_conv.tools import plots, report
-from pycuda_conv.tools.benchmarks import energybench, numbersbench, pages
 from pycuda_conv.tools.benchmarks import layerbench as bench
-from pycuda_conv.tools.terminal import ToolError
-from pycuda_conv.tune import lookup
+from pycuda_conv.tools.benchmarks import numbersbench, pages
 
 MACHINE = {"command": "a command", "date": "2026-11-29T00:00", "GPU": "a GPU, of some kind", "torch": "2.0", "method": "a clock"}
 
@@ -63,11 +59,16 @@ def test_every_way_of_torchs_computes_the_layer():
 
 def test_means_and_pages():
     """The two layers of one problem count together; a way that failed counts nowhere."""
-    one = bench.Row("a", "first", "fp32", "fprop", {bench.OURS: 2.0, bench.DEFAULT: 3.0, bench.OURS_TF32: 1.0}, {bench.OURS: 1e-7, bench.DEFAULT: 3e-4, bench.OURS_TF32: 3e-4})
+    one = bench.Row(
+        "a", "first", "fp32", "fprop", {bench.OURS: 2.0, bench.DEFAULT: 3.0, bench.OURS_TF32: 1.0},
+        {bench.OURS: 1e-7, bench.DEFAULT: 3e-4, bench.OURS_TF32: 3e-4}
+    )
     two = bench.Row("a", "second", "fp32", "fprop", {bench.OURS: 2.0, bench.DEFAULT: 9.0, bench.OURS_TF32: 1.0}, one.errors)
     other = bench.Row("b", "third", "fp32", "fprop", {bench.OURS: 4.0, bench.DEFAULT: 3.0}, one.errors)
     found = bench.means([one, two, other], "kernelbench")
-    assert [mean.cells()[1:] for mean in found] == [("2", "1.50", "0.75", "1", "50.0%", "1.0e-07", "3.0e-04"), ("1", "6.00", "6.00", "0", "0.0%", "3.0e-04", "3.0e-04")]
+    assert [mean.cells()[1:] for mean in found] == [
+        ("2", "1.50", "0.75", "1", "50.0%", "1.0e-07", "3.0e-04"), ("1", "6.00", "6.00", "0", "0.0%", "3.0e-04", "3.0e-04")
+    ]
     text = bench.page(MACHINE, [one, two, other], found, "kernelbench")
     assert "| third | 4.00 (1e-07) | 3.00 (3e-04) | - |" in text and "a command" in text
     rows = [bench.Row("", f"layer {i}", "tf32", "fprop" if i else "dgrad", {bench.OURS: 2.0, bench.TORCH: 1.0 + i}) for i in range(3)]
@@ -87,24 +88,15 @@ def test_fp32_with_every_kind_of_numbers(device, numbers):
 def test_the_chart_of_time_and_error(tmp_path):
     """Over the layers that every way computed; the same figures give the same bytes."""
     pytest.importorskip("matplotlib")
-    rows = [bench.Row("", str(i), "fp32", "fprop", {bench.OURS: 2.0 * i, bench.IEEE: 8.0 * i, **({bench.LAST: 1.0} if i == 1 else {})}, {bench.OURS: 1e-7, bench.IEEE: 4e-7, bench.LAST: 1e-4}) for i in (1, 2)]
+    rows = [bench.Row(
+        "", str(i), "fp32", "fprop", {bench.OURS: 2.0 * i, bench.IEEE: 8.0 * i, **({bench.LAST: 1.0} if i == 1 else {})},
+        {bench.OURS: 1e-7, bench.IEEE: 4e-7, bench.LAST: 1e-4}
+    ) for i in (1, 2)]
     assert bench.points(rows) == {bench.OURS: (pytest.approx(0.25), pytest.approx(1e-7)), bench.IEEE: (1.0, pytest.approx(4e-7))}
     for name in ("one.svg", "two.svg"):
         plots.time_and_error(bench.points(rows), MACHINE, tmp_path / name)
     text = (tmp_path / "one.svg").read_text()
     assert "ours, fp32" in text and bench.IEEE in text and "a GPU, 2026-11-29" in text
-
-
-def test_without_measured_choices(tmp_path, monkeypatch):
-    table = tune.Table(tmp_path / "own.json")
-    monkeypatch.setattr(tune, "user_table", lambda: table)
-    problem, device = ConvProblem.forward(2, (64, 64, 56, 56), (64, 64, 3, 3), padding=1), Target("sm_90a")
-    config = engines.choose(problem, device)
-    tune.store(problem, device, tune.Choice(config, 1.0))
-    with tune.untuned():
-        assert lookup(problem, device) is None
-    with tune.untuned(False):
-        assert lookup(problem, device).config == config
 
 
 @pytest.mark.parametrize("words, message", [
@@ -114,15 +106,6 @@ def test_without_measured_choices(tmp_path, monkeypatch):
 def test_options_that_do_not_go_together(words, message, capsys):
     assert main(["bench", *words.split()]) == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.gpu
-def test_on_a_gpu(capsys, tmp_path):
-    assert main(["bench", "--suite", "kernelbench", "--only", "72_conv|86_conv_dep", "--json", str(tmp_path / "x.json")]) == 0
-    out = capsys.readouterr().out
-    assert "our fp32 over torch's default, which is TF32" in out and (tmp_path / "x.json").stat().st_size > 1000
-    assert main(["bench", "--suite", "drawn", "--mode", "tf32-nhwc", "--draw", "1", "--seed", "3", "--seconds", "20"]) == 0
-    assert "tf32-nhwc" in capsys.readouterr().out and pc.__version__
 
 
 def test_pages_say_of_which_kernels_their_figures_are(tmp_path, monkeypatch, capsys):
@@ -135,8 +118,12 @@ def test_pages_say_of_which_kernels_their_figures_are(tmp_path, monkeypatch, cap
     before = pages.digest()
     (tmp_path / "docs").mkdir()
     said = report.measured_by(MACHINE | {"kernels": before})
-    (tmp_path / report.RESULTS_PAGE).write_text(f"<!-- results:begin -->\n{said}\n<!-- results:end -->\n<!-- host:begin -->\n{report.measured_by(MACHINE)}\n<!-- host:end -->\n")
-    (tmp_path / report.FRONT_PAGE).write_text(f"<!-- drawn:begin -->\n{said}\n<!-- drawn:end -->\n<!-- loop:begin -->\n\n<!-- loop:end -->\n")
+    (tmp_path / report.RESULTS_PAGE).write_text(
+        f"<!-- results:begin -->\n{said}\n<!-- results:end -->\n<!-- host:begin -->\n{report.measured_by(MACHINE)}\n<!-- host:end -->\n"
+    )
+    (tmp_path / report.FRONT_PAGE).write_text(
+        f"<!-- drawn:begin -->\n{said}\n<!-- drawn:end -->\n<!-- loop:begin -->\n\n<!-- loop:end -->\n"
+    )
     monkeypatch.chdir(tmp_path)
     assert pages.main([]) == 1 and "docs/results.md, host: does not say of which kernels\n" in capsys.readouterr().out
     (own / "a.cu").write_text("int a; // another\n\n/* and more */\n")
@@ -144,19 +131,8 @@ def test_pages_say_of_which_kernels_their_figures_are(tmp_path, monkeypatch, cap
     assert len(list(pages.outdated(tmp_path))) == 1
     (own / "a.cu").write_text("int b;\n")
     pages.digest.cache_clear()
-    assert [one.split(":")[0] for one in pages.outdated(tmp_path)] == ["docs/results.md, results", "docs/results.md, host", "README.md, drawn"]
+    assert [one.split(":")[0] for one in pages.outdated(tmp_path)] == [
+        "docs/results.md, results", "docs/results.md, host", "README.md, drawn"
+    ]
     assert {command[0] for command in pages.COMMANDS.values()} == {"bench", "verify"}
     pages.digest.cache_clear()
-
-
-def test_energy_of_a_pass():
-    """Of a counter that moves as time does; a driver without the library is an error in words."""
-    class Fake:
-        def joules(self):
-            return 50 * time.perf_counter()
-
-    joules, seconds = energybench.measured(Fake(), lambda: None, lambda: time.sleep(0.001), 0.2)
-    assert joules == pytest.approx(50 * seconds, rel=0.2) and 0.001 < seconds < 0.1
-    assert energybench.Row("what", "way", 3.0, 10.0).watts == pytest.approx(300)
-    with pytest.raises(ToolError, match="NVML"):
-        energybench.Counter("0000:00:00.0")

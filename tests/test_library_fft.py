@@ -22,7 +22,6 @@ from pycuda_conv.tools import oracle
 
 CONFIG = LibraryFft()
 on_the_host = pytest.mark.skipif(why_no_opencl() is not None, reason="a host's library transforms what is convolved on OpenCL")
-SMALL = CASES[0]
 
 
 @pytest.fixture(autouse=True)
@@ -149,17 +148,6 @@ def test_numpy_serves_without_scipy(device, monkeypatch):
     for case in (CASES[2], CASES[8], CASES[6]):
         arrays = case.integers("float32")
         assert_exact(run(plan(case, device), *arrays), case.reference(*arrays))
-
-
-def test_buffers_of_opencl(device):
-    """The launches of a plan, as callers with buffers of their own make them."""
-    if get_device(device).backend == "cuda":
-        pytest.skip("of OpenCL")
-    on, made = get_device(device), plan(SMALL, device)
-    x, w, b = SMALL.normals("float32")
-    y = np.full(made.result_shape, np.nan, "f")
-    on.run_on_host_arrays(made.launch, (x, w, b, None, None), y, made.workspace_bytes, None)
-    assert np.array_equal(y, run(made, x, w, b))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])

@@ -145,7 +145,9 @@ def off(found, exact):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows, features, outputs, bias", [((2, 48, 96), 96, 384, True), ((8, 50), 768, 512, False), ((1100,), 130, 1002, True)])
+@pytest.mark.parametrize(
+    "rows, features, outputs, bias", [((2, 48, 96), 96, 384, True), ((8, 50), 768, 512, False), ((1100,), 130, 1002, True)]
+)
 def test_on_a_gpu(rows, features, outputs, bias):
     given = operands(rows, features, outputs, bias, torch.float32, "cuda")
     layer = torch.nn.Linear(features, outputs, bias).cuda()

@@ -102,7 +102,10 @@ def test_gpuarrays(dtype):
         got = pc.conv2d(there, filter, padding=1, mask=mask, fill=3).get()
         np.testing.assert_array_equal(got, pc.conv2d(x, taps, padding=1, mask=gone, fill=3, device="cuda:0"))
         image, hidden = there[1, 2], gpuarray.to_gpu(np.ascontiguousarray(gone))
-        for options in ({"nan": "interpolate"}, {"mask": hidden}, {"nan": "interpolate", "mask": hidden, "preserve_nan": True}, {"mask": hidden, "fill": 2.0}):
+        for options in (
+            {"nan": "interpolate"}, {"mask": hidden}, {"nan": "interpolate", "mask": hidden, "preserve_nan": True},
+            {"mask": hidden, "fill": 2.0}
+        ):
             if dtype == "uint8" and options.get("preserve_nan"):
                 continue
             on_host = {name: gone if value is hidden else value for name, value in options.items()}

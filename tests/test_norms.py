@@ -8,7 +8,6 @@ from test_repeat import IN_C, strided, warm  # noqa: F401  (a fixture)
 from torch import nn
 from torch.nn import functional as F
 
-import pycuda_conv as pc
 from pycuda_conv.execute import device as on_gpu
 from pycuda_conv.nn import norms
 from pycuda_conv.nn.norms import norm_act
@@ -29,7 +28,9 @@ def norm_of(x, place):
 
 
 def ours(norm, x, activation):
-    return norm_act(x, norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.num_batches_tracked, norm.momentum, norm.eps, activation)
+    return norm_act(
+        x, norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.num_batches_tracked, norm.momentum, norm.eps, activation
+    )
 
 
 def reference(norm, x, activation):
@@ -83,7 +84,10 @@ def test_as_torch_s_norm_and_activation(place, last, activation, dtype):
 @pytest.mark.parametrize("place", PLACES)
 def test_what_the_kernels_do_not_take_torch_computes(place):
     x = torch.randn(4, 6, 5, 5, device=place)
-    for given, of_norm in ((x[..., 0, 0], torch.float32), (x.half(), torch.float16), (x.transpose(2, 3), torch.float32), (x[:, ::2].repeat(1, 2, 1, 1), torch.float32)):
+    for given, of_norm in (
+        (x[..., 0, 0], torch.float32), (x.half(), torch.float16), (x.transpose(2, 3), torch.float32),
+        (x[:, ::2].repeat(1, 2, 1, 1), torch.float32)
+    ):
         norm = norm_of(x, place).to(of_norm)
         ref = F.relu(F.batch_norm(given, None, None, norm.weight, norm.bias, True, 0.0, norm.eps))
         close(ours(norm, given, "relu"), ref, given.dtype)
@@ -100,43 +104,6 @@ def test_second_derivatives(place):
     given = x, norm.weight, norm.bias
     assert torch.autograd.gradcheck(lambda *given: norm_act(*given, None, None, activation="silu"), given)
     assert torch.autograd.gradgradcheck(lambda *given: norm_act(*given, None, None, activation="silu"), given)
-
-
-class Block(nn.Module):
-    """A layer of a DenseNet."""
-
-    def __init__(self, channels: int, fuses: bool) -> None:
-        super().__init__()
-        self.norm, self.conv, self.fuses = nn.BatchNorm2d(channels), nn.Conv2d(channels, 8, 3, padding=1, bias=False), fuses
-
-    def forward(self, x):
-        if not self.fuses:
-            return torch.cat((x, self.conv(F.relu(self.norm(x)))), 1)
-        return torch.cat((x, pc.conv2d(ours(self.norm, x, "relu"), self.conv.weight, padding=1)), 1)
-
-
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("autocast", [False, True])
-def test_blocks_of_a_densenet(place, autocast, monkeypatch):
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    networks = []
-    for fuses in (False, True):
-        torch.manual_seed(0)
-        networks.append(nn.Sequential(*(Block(8 * i, fuses) for i in range(1, 4))).to(place).to(memory_format=LAST))
-    x = torch.randn(4, 8, 12, 12, device=place).contiguous(memory_format=LAST)
-    for _ in range(3):
-        found = []
-        for network in networks:
-            network.zero_grad(set_to_none=True)
-            images = x.clone(memory_format=torch.preserve_format).requires_grad_()
-            with torch.autocast(place, torch.bfloat16, enabled=autocast):
-                loss = network(images).float().square().mean()
-            loss.backward()
-            found.append([loss.detach(), images.grad, *(p.grad for p in network.parameters()), *(b.float() for b in network.buffers())])
-        for theirs, made in zip(*found, strict=True):
-            assert made.dtype is theirs.dtype
-            size = 0.05 if autocast else 1e-4
-            assert (made - theirs).abs().max() <= size * (theirs.abs().max() + 1e-3)
 
 
 @IN_C

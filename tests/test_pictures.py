@@ -1,4 +1,5 @@
-"""Files keep what they are: a folder of small pictures of all kinds goes through `run --filter identity`, and other readers see the same."""
+"""Files keep what they are: a folder of small pictures of all kinds goes through `run --filter identity`, and other readers see the
+same."""
 
 import struct
 import zlib
@@ -156,7 +157,9 @@ def with_smaller_copies(path):
 
 XMP = b'<?xpacket begin=""?><x:xmpmeta xmlns:x="adobe:ns:meta/"/><?xpacket end="w"?>'
 TURNED = b"MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0"
-MORE_TAGS = [(274, "H", 1, 6, True), (315, "s", 0, "an artist", True), (33432, "s", 0, "(c) somebody", True), (271, "s", 0, "a maker", True)]
+MORE_TAGS = [
+    (274, "H", 1, 6, True), (315, "s", 0, "an artist", True), (33432, "s", 0, "(c) somebody", True), (271, "s", 0, "a maker", True)
+]
 RESPONSE = (b"gAMA", struct.pack(">I", 100000)), (b"cHRM", struct.pack(">8I", 31270, 32900, 64000, 33000, 30000, 60000, 15000, 6000))
 PALETTE = np.random.default_rng(3).integers(0, 256, (3, 256)).astype(np.uint16) * 257
 OME = {"axes": "YXS", "PhysicalSizeX": 0.25, "PhysicalSizeXUnit": "µm", "PhysicalSizeY": 0.5, "PhysicalSizeYUnit": "µm"}
@@ -251,19 +254,28 @@ def notes(path):
         return {}
     if path.suffix != ".tif":
         with Image.open(path) as image:
-            kept = {name: image.info[name] for name in ("icc_profile", "exif", "dpi", "comment", "transparency", "xmp", "gamma", "chromaticity") if name in image.info and name != "transparency"}
+            kept = {name: image.info[name] for name in (
+                "icc_profile", "exif", "dpi", "comment", "transparency", "xmp", "gamma", "chromaticity"
+            ) if name in image.info and name != "transparency"}
             return kept | {"mode": image.mode, "text": dict(getattr(image, "text", {}))}
     with tifffile.TiffFile(path) as file:
         page, tags = file.pages[0], file.pages[0].tags
-        told = {code: tags[code].value for code in (259, 262, 282, 283, 284, 296, 305, 306, 274, 271, 315, 33432, 317, 322, 338, 33550, 33922, 34675, 34735, 42112, 42113) if code in tags}
+        told = {code: tags[code].value for code in (
+            259, 262, 282, 283, 284, 296, 305, 306, 274, 271, 315, 33432, 317, 322, 338, 33550, 33922, 34675, 34735, 42112, 42113
+        ) if code in tags}
         if file.is_ome or file.is_imagej:
             told.pop(305, None)
         if told.get(296) == 1 and told.get(282) == (1, 1):  # this says nothing
             told = {code: value for code, value in told.items() if code not in (282, 283, 296)}
-        ome = {name: value for name, value in tifffile.xml2dict(file.ome_metadata)["OME"]["Image"]["Pixels"].items() if name.startswith("Physical")} if file.is_ome else None
+        ome = {
+            name: value
+            for name, value in tifffile.xml2dict(file.ome_metadata)["OME"]["Image"]["Pixels"].items() if name.startswith("Physical")
+        } if file.is_ome else None
         imagej = {name: (file.imagej_metadata or {}).get(name) for name in ("unit", "spacing")} if file.is_imagej else None
         words = tags[270].value if 270 in tags and not (file.is_ome or file.is_imagej or file.is_shaped) else None
-        return told | {"axes": file.series[0].axes.replace("Q", "I"), "ome": ome, "imagej": imagej, "words": words, "dtype": str(page.dtype)}
+        return told | {
+            "axes": file.series[0].axes.replace("Q", "I"), "ome": ome, "imagej": imagej, "words": words, "dtype": str(page.dtype)
+        }
 
 
 def test_a_folder_of_all_kinds_goes_through_unchanged_or_is_refused_by_name(run):
@@ -278,13 +290,21 @@ def test_a_folder_of_all_kinds_goes_through_unchanged_or_is_refused_by_name(run)
     for name, (_, words) in REFUSED.items():
         assert not Path(f"out/{name}").exists()
         assert any(name in line and words in line for line in err.splitlines()), f"{name}: {words}"
-    wrong = [f"{name}: not told" for name, words in TOLD.items() if not any(line.startswith(f"in/{name}: ") and words in line for line in err.splitlines())]
+    wrong = [
+        f"{name}: not told"
+        for name, words in TOLD.items() if not any(line.startswith(f"in/{name}: ") and words in line for line in err.splitlines())
+    ]
     for name in KEPT:
         before, after = seen(f"in/{name}"), seen(f"out/{name}")
-        if before.dtype != after.dtype or before.shape != after.shape or not np.array_equal(before, after, equal_nan=before.dtype.kind == "f"):
+        if before.dtype != after.dtype or before.shape != after.shape or not np.array_equal(
+            before, after, equal_nan=before.dtype.kind == "f"
+        ):
             wrong.append(f"{name}: pixels {before.dtype} {before.shape}, {after.dtype} {after.shape}")
         said, now = notes(f"in/{name}"), notes(f"out/{name}")
-        wrong += [f"{name}: {key} was {said.get(key)!r} and is {now.get(key)!r}" for key in said.keys() | now.keys() if said.get(key) != now.get(key)]
+        wrong += [
+            f"{name}: {key} was {said.get(key)!r} and is {now.get(key)!r}"
+            for key in said.keys() | now.keys() if said.get(key) != now.get(key)
+        ]
     for name, (_, expected) in CHANGED.items():
         if expected is not None and not np.array_equal(seen(f"out/{name}"), expected()[0]):
             wrong.append(f"{name}: other pixels")
@@ -344,14 +364,20 @@ def test_a_type_is_asked_for_or_refused(run):
     assert status != 0 and "can't hold float32" in err
 
 
-@pytest.mark.parametrize("name, words", [("gaussian:-1", "above 0"), ("gaussian:x", "gaussian:SIGMA"), ("box:2.5", "box:SIZE"), ("gausian:1", "--filter must be")])
+@pytest.mark.parametrize(
+    "name, words",
+    [("gaussian:-1", "above 0"), ("gaussian:x", "gaussian:SIGMA"), ("box:2.5", "box:SIZE"), ("gausian:1", "--filter must be")]
+)
 def test_numbers_of_filters_are_checked(run, name, words):
     Image.fromarray(pixels()).save("a.png")
     status, _, err = run("--filter", name, "a.png", "b.png")
     assert status != 0 and words in err and not Path("b.png").exists()
 
 
-@pytest.mark.parametrize("name, words", [("b.jpg", "has no transparency"), ("b.bmp", "has no transparency"), ("b.gif", "quantised"), ("b.ppm", "has no transparency")])
+@pytest.mark.parametrize(
+    "name, words",
+    [("b.jpg", "has no transparency"), ("b.bmp", "has no transparency"), ("b.gif", "quantised"), ("b.ppm", "has no transparency")]
+)
 def test_transparency_is_not_lost_in_silence(run, name, words):
     Image.fromarray(pixels(4)).save("a.png")
     status, _, err = run("--filter", "blur", "a.png", name)
@@ -370,7 +396,9 @@ def test_wide_colours_without_the_library_are_told_of(run, monkeypatch):
 def test_every_form_of_the_table_is_written_by_its_library(run):
     """Each format takes the modes that the table says, as another reader sees them."""
     for name, form in forms.FORMS.items():
-        ending = next((e for e in (".png", ".jpg", ".webp", ".avif", ".jp2", ".jxl", ".bmp", ".tga", ".ppm", ".gif", ".pcx", ".tif") if files.form_of(f"x{e}") == name), None)
+        ending = next((e for e in (
+            ".png", ".jpg", ".webp", ".avif", ".jp2", ".jxl", ".bmp", ".tga", ".ppm", ".gif", ".pcx", ".tif"
+        ) if files.form_of(f"x{e}") == name), None)
         assert ending, name
         for channels in {0, *form.wide}:
             x = pixels(channels or 1, np.uint16 if channels else np.uint8, seed=channels)
@@ -402,7 +430,9 @@ def test_a_stack_keeps_its_description(run):
     with tifffile.TiffFile("new_ome.tif") as file:
         pixels_of = tifffile.xml2dict(file.ome_metadata)["OME"]["Image"]["Pixels"]
         assert file.is_ome and file.series[0].axes == "ZYX"
-        assert {name: value for name, value in pixels_of.items() if name.startswith("Physical")} == {name: told[name] for name in told if name.startswith("Physical")}
+        assert {
+            name: value for name, value in pixels_of.items() if name.startswith("Physical")
+        } == {name: told[name] for name in told if name.startswith("Physical")}
     with tifffile.TiffFile("new_ij.tif") as file:
         assert file.is_imagej and (file.imagej_metadata["spacing"], file.imagej_metadata["unit"]) == (3.0, "um")
         assert file.pages[0].tags[282].value == (4, 1)
@@ -415,7 +445,10 @@ def test_a_zarr_keeps_what_it_is(run, zarr_format, dtype):
     x = pixels(1, bool if dtype == "bool" else dtype)
     names = {"dimension_names": ("y", "x")} if zarr_format == 3 else {}
     compressor = zarr.codecs.ZstdCodec(level=5) if zarr_format == 3 else __import__("numcodecs").Zstd(level=5)
-    options = {"shape": x.shape, "chunks": (8, 8), "dtype": x.dtype, "zarr_format": zarr_format, "compressors": compressor, "fill_value": 1, **names}
+    options = {
+        "shape": x.shape, "chunks": (8, 8), "dtype": x.dtype, "zarr_format": zarr_format, "compressors": compressor, "fill_value": 1,
+        **names
+    }
     if zarr_format == 3:
         options["shards"] = (16, 16)
     a = zarr.create_array("a.zarr", attributes={"units": "counts", "list": [1, 2]}, **options)
@@ -424,7 +457,8 @@ def test_a_zarr_keeps_what_it_is(run, zarr_format, dtype):
     b = zarr.open_array("b.zarr", mode="r")
     assert b.dtype == x.dtype and np.array_equal(b[...], x)
     assert dict(b.attrs) == dict(a.attrs) and b.fill_value == a.fill_value and b.chunks == a.chunks and b.compressors == a.compressors
-    assert b.metadata.zarr_format == zarr_format and (zarr_format == 2 or (b.metadata.dimension_names == ("y", "x") and b.shards == a.shards))
+    assert b.metadata.zarr_format == zarr_format
+    assert zarr_format == 2 or (b.metadata.dimension_names == ("y", "x") and b.shards == a.shards)
 
 
 def test_packed_values_are_not_misread(run):
@@ -442,7 +476,9 @@ def test_values_without_data_stay_and_do_not_spread(run, none, border):
     zarr = pytest.importorskip("zarr")
     x = np.full((H, W), 100, np.float32 if none != none else np.int16)
     x[3:6, 4:9] = none
-    zarr.create_array("a.zarr", shape=x.shape, chunks=(8, 8), dtype=x.dtype, attributes={"_FillValue": none if none == none else "NaN"})[...] = x
+    zarr.create_array(
+        "a.zarr", shape=x.shape, chunks=(8, 8), dtype=x.dtype, attributes={"_FillValue": none if none == none else "NaN"}
+    )[...] = x
     for name, plain in (("blur", x), ("edge", np.where((x == none) | (x != x), x, 0))):
         assert run("--filter", name, "a.zarr", "b.zarr", "--axes", "yx", "--force", "--border", border)[0] == 0
         inner = (slice(2, -2),) * 2
@@ -467,8 +503,14 @@ def test_a_stack_of_complex_numbers_is_refused(run):
 
 def test_notes_of_ome_are_kept_or_told_of(run):
     channels = {"Name": ["a & b", "c"], "Color": [-16776961, 16711935], "EmissionWavelength": [500.0, 600.0]}
-    told = {"axes": "CYX", "Name": "n", "Description": "words", "AcquisitionDate": "2026-01-01T00:00:00", "Channel": channels, "Plane": {"ExposureTime": [0.5, 0.25]}}
-    tifffile.imwrite("a.tif", pixels(1, np.uint16, pages=2), ome=True, metadata={**told, "Experimenter": {"LastName": "somebody"}}, photometric="minisblack")
+    told = {
+        "axes": "CYX", "Name": "n", "Description": "words", "AcquisitionDate": "2026-01-01T00:00:00", "Channel": channels,
+        "Plane": {"ExposureTime": [0.5, 0.25]}
+    }
+    tifffile.imwrite(
+        "a.tif", pixels(1, np.uint16, pages=2), ome=True, metadata={**told, "Experimenter": {"LastName": "somebody"}},
+        photometric="minisblack"
+    )
     status, _, err = run("--filter", "identity", "a.tif", "b.tif")
     assert status == 0 and "Experimenter" in err
     before, after = (tifffile.xml2dict(tifffile.TiffFile(name).ome_metadata)["OME"]["Image"] for name in ("a.tif", "b.tif"))
@@ -499,6 +541,9 @@ def test_stacks_take_filters_with_numbers(run, axes):
     x = np.random.default_rng(0).random((6, 20, 25), np.float32)
     zarr.create_array("a.zarr", shape=x.shape, chunks=(2, 9, 9), dtype=x.dtype)[...] = x
     along = (0, 1, 2) if axes == "zyx" else (1, 2)
-    for name, exact in (("gaussian:1.2", ndimage.gaussian_filter(x.astype(float), 1.2, mode="nearest", axes=along)), ("box:3", ndimage.uniform_filter(x.astype(float), 3, mode="nearest", axes=along))):
+    for name, exact in (
+        ("gaussian:1.2", ndimage.gaussian_filter(x.astype(float), 1.2, mode="nearest", axes=along)),
+        ("box:3", ndimage.uniform_filter(x.astype(float), 3, mode="nearest", axes=along))
+    ):
         assert run("--filter", name, "a.zarr", "b.zarr", "--axes", axes, "--force")[0] == 0
         np.testing.assert_allclose(zarr.open_array("b.zarr", mode="r")[...], exact, atol=2e-6)

@@ -37,22 +37,9 @@ def test_a_problem_that_was_looked_up_is_found_in_another_process():
     """Hashes of strings differ there, so that one which came along would be another's."""
     problem = ConvProblem.forward(2, (8, 64, 56, 56), (64, 64, 3, 3), padding=1)
     hash(problem)
-    text = f"import pickle; from pycuda_conv import ConvProblem; print(pickle.loads({pickle.dumps(problem)!r}) in {{ConvProblem.forward(2, (8, 64, 56, 56), (64, 64, 3, 3), padding=1)}})"
+    text = f"import pickle; from pycuda_conv import ConvProblem; one = pickle.loads({pickle.dumps(problem)!r})\n"
+    text += "print(one in {ConvProblem.forward(2, (8, 64, 56, 56), (64, 64, 3, 3), padding=1)})"
     assert subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True, timeout=900).stdout == "True\n"
-
-
-def test_problems_that_differ_in_one_field_are_told_apart():
-    problem = ConvProblem.forward(2, (8, 64, 56, 56), (64, 64, 3, 3), padding=1)
-    hash(problem)
-    others = [replace(problem, N=9), replace(problem, layout="NHWC"), replace(problem, has_residual=True), replace(problem, activation="relu")]
-    assert len({problem, *others}) == 5
-    assert all(hash(other) == hash(replace(other)) for other in others)
-
-
-def test_a_text_is_put_together_once(hopper):
-    problem = ConvProblem.forward(2, (8, 64, 56, 56), (64, 64, 3, 3), padding=1)
-    first, second = (engines.schedule(problem, engines.choose(problem, hopper), hopper).whole for _ in range(2))
-    assert all(a.source() is b.source() for one, other in zip(first, second, strict=True) for a, b in zip(one, other, strict=True))
 
 
 def test_a_choice_is_remembered_for_such_a_device_alone(hopper):
@@ -110,8 +97,12 @@ def test_phases_without_taps_are_neither_planned_nor_launched_one_by_one(layout,
     """However long a stride is, a plan has hardly more launches than the filter has taps."""
     made = phases_made(monkeypatch)
     geometry.phases.cache_clear()
-    device = Target(architecture) if architecture else SimpleNamespace(backend="opencl", capability=(0, 0), multiprocessors=2, name="", model="")
-    for (size, stride), dtype, bias, groups in product((((2,), 2**28), ((3, 2), 5000), ((2, 2, 3), 300)), DTYPE_BYTES, (None, (16,)), (1, 8)):
+    device = Target(architecture) if architecture else SimpleNamespace(
+        backend="opencl", capability=(0, 0), multiprocessors=2, name="", model=""
+    )
+    for (size, stride), dtype, bias, groups in product(
+        (((2,), 2**28), ((3, 2), 5000), ((2, 2, 3), 300)), DTYPE_BYTES, (None, (16,)), (1, 8)
+    ):
         for precision in ("fp32", "tf32") if dtype == "float32" else ("fp32",):
             ndim, taps, options = len(size), 3 ** len(size), {"dtype": dtype, "precision": precision, "layout": layout, "groups": groups}
             problem = ConvProblem.transposed(ndim, (1, 16, *size), (16, 16 // groups, *(3,) * ndim), bias, stride=stride, **options)
@@ -129,13 +120,6 @@ def test_phases_that_repeat_one_are_planned_as_one(dtype, hopper, monkeypatch):
     problem = ConvProblem.transposed(2, (1, 64, 3, 3), (64, 3, 700, 701), (3,), stride=(700, 701), dtype=dtype, layout="NHWC")
     schedule = engines.schedule(problem, engines.choose(problem, hopper), hopper)
     assert sum(map(len, schedule.whole)) <= 3 and len(made) < 10
-
-
-def test_another_list_of_engines_chooses_anew(hopper, monkeypatch):
-    problem = ConvProblem.forward(2, (8, 64, 56, 56), (64, 64, 3, 3), padding=1)
-    engine = registry.engine_of(engines.choose(problem, hopper))
-    monkeypatch.setattr(registry, "ENGINES", tuple(one for one in registry.ENGINES if one is not engine))
-    assert registry.engine_of(registry.choose(problem, hopper)) is not engine
 
 
 def test_what_an_engine_chooses_is_among_what_it_compares(hopper):

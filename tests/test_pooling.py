@@ -162,7 +162,11 @@ def test_a_graph_in_light_mode_calls_ours(monkeypatch, name, layers, windows):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("pool", "special"), [*((pool, special) for pool in POOLS for special in (False, True)), *((pool, False) for pool in MEANS)], ids=str)
+@pytest.mark.parametrize(
+    ("pool", "special"),
+    [*((pool, special) for pool in POOLS for special in (False, True)), *((pool, False) for pool in MEANS)],
+    ids=str,
+)
 def test_on_a_gpu(pool, special):
     """Against the CPU: torch's gradient of padded means with the channels last, on a GPU, leaves the padding out of account (2.11)."""
     form = torch.channels_last if pool.layout == "NHWC" else torch.contiguous_format

@@ -29,11 +29,11 @@ def test_what_keeps_parts_from_being_a_release(release):
 
 MAKES = """
 import json, pathlib, sys
-report, pages, plots = map(pathlib.Path, sys.argv[1:])
+report, pages, plots = map(pathlib.Path, sys.argv[1:4])
 print("a line")
 report.write_text(json.dumps({"rows": 3}))
 page = pages / "docs/results.md"
-page.write_text(page.read_text().replace("<!-- drawn:begin -->\\n", "<!-- drawn:begin -->\\na figure\\n"))
+page.write_text(page.read_text().replace("<!-- drawn:begin -->\\n", "<!-- drawn:begin -->\\na figure of kernels `" + sys.argv[4] + "`\\n"))
 (plots / "drawn.svg").write_text("a plot")
 """
 
@@ -44,7 +44,7 @@ def measured(release, tmp_path, monkeypatch, capsys):
 
     def command(part, folder, pages, seconds):
         run = {"drawn": MAKES, "energy": "raise SystemExit(3)", "images": "import time; print('before', flush=True); time.sleep(600)"}[part]
-        return [sys.executable, "-c", run, str(folder / f"{part}-report.json"), str(pages), str(folder / "plots")]
+        return [sys.executable, "-c", run, str(folder / f"{part}-report.json"), str(pages), str(folder / "plots"), release.digest()]
 
     monkeypatch.setattr(release, "command", command)
     monkeypatch.setattr(release, "GRACE", 0.0)
@@ -59,7 +59,7 @@ def test_a_part_is_measured_and_kept(release, measured):
     """With the command's own report, its sections of the pages, its status and its tree; what hangs is killed, and what it said is kept."""
     kept = json.loads((measured / "drawn.json").read_text())
     assert (kept["status"], kept["report"], kept["output"], kept["tree"]) == (0, {"rows": 3}, ["a line"], release.tree())
-    assert kept["pages"] == {"docs/results.md": {"drawn": "a figure\n"}, "README.md": {}} and (measured / "plots" / "drawn.svg").exists()
+    assert kept["pages"] == {"docs/results.md": {"drawn": f"a figure of kernels `{release.digest()}`\n"}, "README.md": {}} and (measured / "plots" / "drawn.svg").exists()
     assert json.loads((measured / "images.json").read_text())["output"] == ["before"]
     assert not (measured / "drawn-report.json").exists() and not (measured / "host.json").exists()
 
@@ -73,13 +73,13 @@ def test_pages_are_made_of_the_parts(release, measured, tmp_path, monkeypatch):
     known = release.tree()
     monkeypatch.setattr(release, "tree", lambda: known)
     monkeypatch.setattr(release, "ROOT", root)
+    monkeypatch.setattr(release.subprocess, "run", lambda *_, **__: type("Done", (), {"stdout": "1234\n"}))
     assert release.join(measured) > 0
-    assert "<!-- drawn:begin -->\na figure\n<!-- drawn:end -->" in (root / "docs" / "results.md").read_text()
+    assert f"<!-- drawn:begin -->\na figure of commit `1234`, kernels `{release.digest()}`\n<!-- drawn:end -->" in (root / "docs" / "results.md").read_text()
     assert (root / "docs" / "plots" / "drawn.svg").read_text() == "a plot" and not (root / "docs" / "results").exists()
     part = json.loads((measured / "drawn.json").read_text())
     for name in release.PARTS:
         (measured / f"{name}.json").write_text(json.dumps(part | {"part": name}))
-    monkeypatch.setattr(release.subprocess, "run", lambda *_, **__: type("Done", (), {"stdout": "1234\n"}))
     (root / "CHANGELOG.md").write_text("## 0.1.0, not released yet\n")
     assert release.join(measured) == 0
     (made,) = (root / "docs" / "results").glob("*.json")

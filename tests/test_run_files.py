@@ -44,7 +44,9 @@ def test_files_patterns_and_folders(blur, arguments, expected):
     folder = arguments[-1].partition("/")[0]
     assert (status, err) == (OK, "") and pictures(folder) == expected and out.count("\n") == len(expected)
     blurred = np.asarray(Image.open(next(Path(folder).rglob(Path(expected[-1]).name))))
-    source = next(path for path in (Path("."), Path("in"), Path("in/deep")) if (path / Path(expected[-1]).name).exists()) / Path(expected[-1]).name
+    source = next(
+        path for path in (Path("."), Path("in"), Path("in/deep")) if (path / Path(expected[-1]).name).exists()
+    ) / Path(expected[-1]).name
     assert blur(source, "one.png")[0] == OK
     assert np.array_equal(np.asarray(Image.open("one.png")), blurred)
 
@@ -112,7 +114,9 @@ def test_a_bar_by_files(blur, monkeypatch):
 def run(env, folder, redirection, *arguments, **options):
     """The command behind a shell's redirection."""
     words = [sys.executable, "-m", "pycuda_conv", "run", "--filter", "blur", "--device", "opencl", *arguments]
-    return subprocess.run(["bash", "-c", f'"$@" {redirection}', "bash", *words], env=env, cwd=folder, capture_output=True, timeout=300, check=False, **options)
+    return subprocess.run(
+        ["bash", "-c", f'"$@" {redirection}', "bash", *words], env=env, cwd=folder, capture_output=True, timeout=300, check=False, **options
+    )
 
 
 @pytest.mark.parametrize("redirection", [">&-", "<&- >&- 2>&-", "> /dev/full", "2> /dev/full", "> >(exec true)"])
@@ -153,5 +157,7 @@ def test_names_that_stdout_can_t_encode(blur, fast_env, name, locale):
 ])
 def test_other_commands_end_quietly_too(fast_env, tmp_path, arguments, redirection):
     words = [sys.executable, "-m", "pycuda_conv", *arguments.split()]
-    done = subprocess.run(["bash", "-c", f'"$@" {redirection}', "bash", *words], env=fast_env, cwd=tmp_path, capture_output=True, timeout=300, check=False)
+    done = subprocess.run(
+        ["bash", "-c", f'"$@" {redirection}', "bash", *words], env=fast_env, cwd=tmp_path, capture_output=True, timeout=300, check=False
+    )
     assert (done.returncode, done.stderr) == (OK, b"")

@@ -1,4 +1,5 @@
-"""No file of ``cu/`` grows unseen: its lines, and its conditionals of the preprocessor, may fall, and rise only with a number in data/sizes.json.
+"""No file of ``cu/`` grows unseen: its lines, and its conditionals of the preprocessor, may fall, and rise only with a number in
+data/sizes.json.
 
     python tests/test_sizes.py      # writes the numbers of today
 """
@@ -33,7 +34,9 @@ KNOWN = json.loads(SIZES.read_text()) if SIZES.exists() else {}
 def test_a_file_does_not_grow(name):
     assert name in KNOWN, f"{name} is new: python tests/test_sizes.py writes its size down"
     found = size(KERNEL_DIR / name)
-    assert found[0] <= KNOWN[name][0] and found[1] <= KNOWN[name][1], f"{name} had {KNOWN[name]} lines and conditionals and has {found}: say why in the commit"
+    assert found[0] <= KNOWN[
+        name
+    ][0] and found[1] <= KNOWN[name][1], f"{name} had {KNOWN[name]} lines and conditionals and has {found}: say why in the commit"
     most = HOPPER_LINES if name.startswith("hopper/") else MOST_LINES
     assert found[0] <= most and found[1] <= MOST_CONDITIONALS, f"{name} is several ideas by now"
 

@@ -52,7 +52,9 @@ class Drawn:
         if self.transposed:
             return self.function(self.x, self.w, self.b, **self.options | {"padding": ((0, self.reach - self.stride), *others)})
         modes = [(start, "zeros"), *["zeros"] * (self.ndim - 1)]
-        return self.function(self.x, self.w, self.b, **self.options | {"padding": ((self.reach - self.stride, 0), *others), "padding_mode": modes})
+        return self.function(
+            self.x, self.w, self.b, **self.options | {"padding": ((self.reach - self.stride, 0), *others), "padding_mode": modes}
+        )
 
 
 @pytest.mark.pairs
@@ -90,15 +92,19 @@ def test_tensors_and_their_gradients(transposed):
 
 
 @pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("transposed, depthwise, ndim, stride", [(False, False, 1, 1), (False, False, 1, 3), (True, False, 1, 2), (False, True, 3, 1)])
+@pytest.mark.parametrize(
+    "transposed, depthwise, ndim, stride", [(False, False, 1, 1), (False, False, 1, 3), (True, False, 1, 2), (False, True, 3, 1)]
+)
 def test_pieces_alike_are_found_again(place, transposed, depthwise, ndim, stride, monkeypatch):
     """After the first two, what decides about a piece is known; the bits are those of the whole signal."""
     if place == "cpu":  # where every piece is decided anew
         monkeypatch.setattr(streaming, "_name", lambda kind, call, operands, state: None if isinstance(state, str) else (
-            call, tuple(operands.input.shape), operands.input.stride(), tuple(operands.weight.shape), tuple(state.shape), operands.bias is None))
+            call, tuple(operands.input.shape), operands.input.stride(), tuple(operands.weight.shape), tuple(state.shape),
+            operands.bias is None))
     streaming._made.clear()
     torch.manual_seed(0)
-    function, options = getattr(pc, f"conv{'_transpose' * transposed}{ndim}d"), {"groups": 4 if depthwise else 1, "stride": (stride,) + (1,) * (ndim - 1)}
+    function = getattr(pc, f"conv{'_transpose' * transposed}{ndim}d")
+    options = {"groups": 4 if depthwise else 1, "stride": (stride,) + (1,) * (ndim - 1)}
     x = torch.randn(1, 4, 24, *(6, 5)[: ndim - 1], device=place)
     w, b = torch.randn(4, 1 if depthwise else 4, *(4,) * ndim, device=place), torch.randn(4, device=place)
     with torch.no_grad():

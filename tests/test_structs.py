@@ -68,11 +68,9 @@ def test_a_kernel_reads_what_the_struct_holds(kernel, device):
 
 
 def test_an_array_of_structs(kernel, device):
-    text = (
-        TEXT.replace("};", "};\nstruct Toys { struct Toy of[2]; };")
-        .replace("struct Toy toy", "struct Toys toys")
-        .replace("toy.", "toys.of[1].")
-    )
+    text = TEXT.replace(
+        "};", "};\nstruct Toys { struct Toy of[2]; };"
+    ).replace("struct Toy toy", "struct Toys toys").replace("toy.", "toys.of[1].")
     y = np.zeros(4, np.int64)
     on = get_device(device)
     with on:
@@ -141,7 +139,8 @@ def test_no_struct_is_typed_twice():
     declared = set(re.findall(r"\bstruct (\w+) {", "".join(path.read_text() for path in base.KERNEL_DIR.rglob("*.cu*"))))
     modules = [
         importlib.import_module(found.name)
-        for package in (pycuda_conv.engines, pycuda_conv.arrays) for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+        for package in (pycuda_conv.engines, pycuda_conv.arrays)
+        for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
     ]  # fmt: skip
     own = ((module, value) for module in modules for name, value in vars(module).items() if name in declared and hasattr(value, "_fields"))
     classes = {value for module, value in own if value.__module__ == module.__name__}

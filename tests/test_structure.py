@@ -68,7 +68,9 @@ def source_files() -> list[Path]:
 
 def test_files_are_short():
     """A file that became short leaves the list, so it does not grow again."""
-    long = {path.relative_to(PACKAGE).as_posix() for path in source_files() if len(path.read_text(encoding="utf-8").splitlines()) > MOST_LINES}
+    long = {
+        path.relative_to(PACKAGE).as_posix() for path in source_files() if len(path.read_text(encoding="utf-8").splitlines()) > MOST_LINES
+    }
     assert long == LONG.keys()
 
 
@@ -89,7 +91,9 @@ def test_calls_are_repeated_from_one_kind_of_table():
                 made |= {(name, ast.unparse(target).split(".")[-1]) for target in node.targets}
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("repeat.call", "repeat.replay", "repeat.remember"):
                 asked.add((name, ast.unparse(node.args[0])))
-            if isinstance(node, ast.Attribute) and node.attr in ("call", "again", "replay", "gradients", "fold") and "native" in ast.unparse(node.value):
+            if isinstance(node, ast.Attribute) and node.attr in (
+                "call", "again", "replay", "gradients", "fold"
+            ) and "native" in ast.unparse(node.value):
                 others.add(name)
     names = {name for _, name in made}
     assert others == {"pycuda_conv.repeat"} and len(made) > 5
@@ -126,7 +130,10 @@ def climbs(graph: dict[str, set[str]]) -> list[tuple[str, str]]:
 
 
 def test_climbs_are_found():
-    graph = {"p.ops": {"p.plan"}, "p.plan": {"p.engines.a", "p.arrays"}, "p.engines.a": {"p.problem", "p.ops"}, "p.arrays": {"p.plan"}, "p.problem": set()}
+    graph = {
+        "p.ops": {"p.plan"}, "p.plan": {"p.engines.a", "p.arrays"}, "p.engines.a": {"p.problem", "p.ops"}, "p.arrays": {"p.plan"},
+        "p.problem": set()
+    }
     assert climbs(graph) == [("p.arrays", "p.plan"), ("p.plan", "p.ops")]
 
 

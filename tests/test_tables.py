@@ -26,8 +26,12 @@ CONFIG = ImplicitGemm(128, 256, 4)
 
 def suite_rows():
     for verdict in ("ok", "WRONG", "no memory"):
-        numbers = {} if verdict == "no memory" else {"error": 1.2e-7, "torch_error": 1.3e-7, "ours_us": 123456.7, "kept_us": 12.3, "torch_us": 654321.0, "floor_us": 9.9}
-        yield report.Row(bench.label(LONG), "ImplicitGemm", str(CONFIG), LONG.flops, LONG.bytes, 1, timing="graph", verdict=verdict, **numbers)
+        numbers = {} if verdict == "no memory" else {
+            "error": 1.2e-7, "torch_error": 1.3e-7, "ours_us": 123456.7, "kept_us": 12.3, "torch_us": 654321.0, "floor_us": 9.9
+        }
+        yield report.Row(
+            bench.label(LONG), "ImplicitGemm", str(CONFIG), LONG.flops, LONG.bytes, 1, timing="graph", verdict=verdict, **numbers
+        )
         yield report.Row(bench.label(SHORT), "Batched", str(Batched(128, 1, 1)), 10, 10, 1, timing="wall", ours_us=1.0, torch_us=2.0)
 
 
@@ -35,7 +39,9 @@ def of_tune():
     rows = [
         tune.Row(LONG, choices_of.Choice(Batched(128, 8, 16), 123456.0), choices_of.Choice(CONFIG, 1234.5)), tune.Row(SHORT, verdict="no memory"),
     ]  # fmt: skip
-    tune._print(rows, SimpleNamespace(model="NVIDIA H200"), SimpleNamespace(path=Path("/home/someone/.cache/pycuda_conv/tuned.json")), 2, 2, 3.0)
+    tune._print(
+        rows, SimpleNamespace(model="NVIDIA H200"), SimpleNamespace(path=Path("/home/someone/.cache/pycuda_conv/tuned.json")), 2, 2, 3.0
+    )
 
 
 def of_info():
@@ -64,36 +70,67 @@ def of_bench():
     out.print(report.row_table(list(suite_rows()), "fp32: ours against F.conv in torch on the same arrays, " + suite.mode_words("fp32")))
     for line in (*report.NOTES, *report.summary_lines(report.summary(list(suite_rows())))):
         out.print(line, markup=False)
-    out.print(bench._loop_table([{"problem": bench.label(LONG), "calls": 12345, "loop_us": 1e7, "single_us": 1.0, "ratio": 1e7, "verdict": "ok"}]))
+    out.print(
+        bench._loop_table([{"problem": bench.label(LONG), "calls": 12345, "loop_us": 1e7, "single_us": 1.0, "ratio": 1e7, "verdict": "ok"}])
+    )
     out.print(terminal.table("Host time of one call", ("call", "us"), [("pycuda_conv.conv2d(x, w, padding=1)", "12.3")], left=("call",)))
 
 
 def of_others():
     out = terminal.console()
-    out.print(choices.row_table("Choices", [choices.Row("depthwise", one, (choices.Candidate(CONFIG, 12.0, 13.0), choices.Candidate(Batched(128, 8, 16), None, 3.0))) for one in (LONG, SHORT)]))
-    out.print(terminal.table("First calls on NVIDIA H200, each in a fresh process with an empty cache", coldbench.COLUMNS, [("the first call of a layer of resnet50 in float16", "1,234.5", "12.3")]))
-    for one in hostcost.tables([hostcost.Row(str(LONG), "conv2d(x, w)", 123.4, 12.3)], [{"threads": 8, "torch": 1e6, "ours": 2e6, "ratio": 2.0}]):
+    out.print(choices.row_table("Choices", [
+        choices.Row("depthwise", one, (choices.Candidate(CONFIG, 12.0, 13.0), choices.Candidate(Batched(128, 8, 16), None, 3.0)))
+        for one in (LONG, SHORT)
+    ]))
+    out.print(terminal.table(
+        "First calls on NVIDIA H200, each in a fresh process with an empty cache", coldbench.COLUMNS,
+        [("the first call of a layer of resnet50 in float16", "1,234.5", "12.3")]
+    ))
+    for one in hostcost.tables(
+        [hostcost.Row(str(LONG), "conv2d(x, w)", 123.4, 12.3)], [{"threads": 8, "torch": 1e6, "ours": 2e6, "ratio": 2.0}]
+    ):
         out.print(one)
-    rows = loopbench.Row(bench.label(LONG), 123456, 1e6, 1e5, 1e3, 1e3, 1e3, True), loopbench.Row(bench.label(SHORT), 1, 1.0, 1.0, 1.0, 1.0, 1.0, False)
+    rows = (
+        loopbench.Row(bench.label(LONG), 123456, 1e6, 1e5, 1e3, 1e3, 1e3, True),
+        loopbench.Row(bench.label(SHORT), 1, 1.0, 1.0, 1.0, 1.0, 1.0, False),
+    )
     out.print(loopbench.row_table(rows))
     out.print(loopbench.compiler_table({"SourceModule, flat text": (1.5, 0.0002), "ours, by nvrtc": (0.6, 0.0002)}))
-    row = "depthwise_planes, depthwise_nhwc", "12,345", "1.35", "+0.12%", "+123.4%", "depthwise, gradient by weight", "123", "4", "5", "stays: +0.12% of all families"
-    out.print(terminal.table("Engines of sm_90a by their models, 9,600 problems, seed 0", ablation.COLUMNS, [row, row], left=ablation.COLUMNS[:1]))
+    row = (
+        "depthwise_planes, depthwise_nhwc", "12,345", "1.35", "+0.12%", "+123.4%", "depthwise, gradient by weight", "123", "4", "5",
+        "stays: +0.12% of all families",
+    )
+    out.print(
+        terminal.table("Engines of sm_90a by their models, 9,600 problems, seed 0", ablation.COLUMNS, [row, row], left=ablation.COLUMNS[:1])
+    )
     case = models.Case("trained", "efficientnet_v2_s", 128, "bf16-nhwc")
     jobs = picture_bench.Row("gaussian_filter, sigma 3, 2160 x 3840 of uint8", 123456.7, 1e6, 12.3, 1e7, 1.2e-7), picture_bench.Row("sobel")
-    out.print(terminal.table("ratio = theirs / ours, above 1 ours is faster", picture_bench.COLUMNS, [job.cells() for job in jobs], left=("job",)))
+    out.print(
+        terminal.table("ratio = theirs / ours, above 1 ours is faster", picture_bench.COLUMNS, [job.cells() for job in jobs], left=("job",))
+    )
     for kind in models.ROWS.values():
         out.print(models.row_table([kind(case), kind(case, "failed: the reason")]))
-    training._print(out, [training.Row("gradient by weight", str(LONG), "fp32", 12345.6, 23456.7, 1.0, 1e-7, 1e-7, str(CONFIG)), training.Row("conv + bn", "x", "tf32", verdict="WRONG")])
-    hostbench._print(out, [hostbench.HostRow(str(LONG), 1, 1, 1e-7, 1.0, 2.0, 3.0, 0.5, 0.6), hostbench.HostRow("x", 1, 1, verdict="WRONG")],
+    training._print(out, [
+        training.Row("gradient by weight", str(LONG), "fp32", 12345.6, 23456.7, 1.0, 1e-7, 1e-7, str(CONFIG)),
+        training.Row("conv + bn", "x", "tf32", verdict="WRONG")
+    ])
+    hostbench._print(out, [
+        hostbench.HostRow(str(LONG), 1, 1, 1e-7, 1.0, 2.0, 3.0, 0.5, 0.6), hostbench.HostRow("x", 1, 1, verdict="WRONG")
+    ],
                      [hostbench.ScalingRow(4, 1e-7, 10**9, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0)], hostbench.CASES[0])  # fmt: skip
 
 
 def of_layers():
     out = terminal.console()
-    out.print(layerbench.mean_table([layerbench.Mean(words, ((0.51, str(LONG)), (12345.6, str(SHORT)))) for words, *_ in layerbench.COMPARED], 35))
-    out.print(energybench.row_table([energybench.Row("a training step of resnet50, 64 images, bf16-nhwc", layerbench.LAST, 12345.6, 123456.7)]))
-    out.print(terminal.table("fp32 by kind of numbers", numbersbench.COLUMNS, [numbersbench.Row(str(LONG), "subnormal").cells()], left=("layer", "numbers")))
+    out.print(
+        layerbench.mean_table([layerbench.Mean(words, ((0.51, str(LONG)), (12345.6, str(SHORT)))) for words, *_ in layerbench.COMPARED], 35)
+    )
+    out.print(
+        energybench.row_table([energybench.Row("a training step of resnet50, 64 images, bf16-nhwc", layerbench.LAST, 12345.6, 123456.7)])
+    )
+    out.print(terminal.table(
+        "fp32 by kind of numbers", numbersbench.COLUMNS, [numbersbench.Row(str(LONG), "subnormal").cells()], left=("layer", "numbers")
+    ))
     out.print(batchbench.slow_table([batchbench.Row(str(LONG), "volume", 64, "", 123456.7, 12345.6, str(CONFIG), str(CONFIG))]))
 
 
@@ -109,7 +146,10 @@ def of_lists():
     verify.list_cases()
 
 
-PRINTERS = {f.__name__.removeprefix("of_"): f for f in (of_tune, of_info, of_info_with_gpus, of_verify, of_bench, of_others, of_layers, of_kernels, of_lists)}
+PRINTERS = {
+    f.__name__.removeprefix("of_"): f
+    for f in (of_tune, of_info, of_info_with_gpus, of_verify, of_bench, of_others, of_layers, of_kernels, of_lists)
+}
 #: By module, the calls of `table` that the functions above lead to: a new one needs a line there.
 CALLS = {
     "ablation": 1, "batchbench": 1, "bench": 2, "choices": 1, "coldbench": 1, "energybench": 1, "hostbench": 2, "hostcost": 2, "info": 3, "kernels": 1, "layerbench": 1, "loopbench": 2, "model_rows": 1,
@@ -120,7 +160,9 @@ CALLS = {
 def test_every_table_is_tried_here():
     found = {}
     for path in Path(terminal.__file__).parent.rglob("*.py"):
-        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("table", "Table")]
+        calls = [node for node in ast.walk(
+            ast.parse(path.read_text())
+        ) if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("table", "Table")]
         if calls and path.stem != "terminal":
             found[path.stem if path.parent.name != "pictures" else f"pictures.{path.stem}"] = len(calls)  # there are two files named bench
     assert found == CALLS
@@ -153,7 +195,10 @@ def test_no_row_is_broken(monkeypatch, printer, width):
     text, tables = printed(printer, width, monkeypatch)
     lines = text.splitlines()
     room = width or terminal.UNLIMITED
-    words = [bench.label(problem) for problem in suite.suite()] + [str(case.problem) for case in verify.CASES.values()] if printer is of_lists else []  # a problem's text is one word
+    # a problem's text is one word
+    words = [bench.label(problem) for problem in suite.suite()] + [
+        str(case.problem) for case in verify.CASES.values()
+    ] if printer is of_lists else []
     assert all(cell_len(line.rstrip()) <= max([room, *(len(word) + 26 for word in words)]) for line in lines)
     assert not re.search(r"\n\s*\n\s*\n\s*\n", text)  # no empty rows
     for one in tables:
@@ -169,7 +214,8 @@ def test_no_row_is_broken(monkeypatch, printer, width):
 
 def test_rows_are_lines_where_they_fit_and_records_elsewhere(monkeypatch):
     rows = [("first", "1.5", "a text", "ok"), ("second one", "22.5", "x" * 50, "WRONG")]
-    show = lambda: terminal.console().print(terminal.table("Title", ("name", "number", "more", "verdict"), rows, left=("name",), spare=("more",)))  # noqa: E731
+    table = terminal.table("Title", ("name", "number", "more", "verdict"), rows, left=("name",), spare=("more",))
+    show = lambda: terminal.console().print(table)  # noqa: E731
     wide = printed(show, 90, monkeypatch)[0].splitlines()
     assert wide[0] == "Title" and wide[1].split() == ["name", "number", "more", "verdict"]
     assert wide[4].split() == ["second", "one", "22.5", "x" * 50, "WRONG"]
@@ -193,5 +239,7 @@ def test_filters_of_images_are_wrong_beyond_rounding():
     """Of whole numbers one unit is rounding, where the exact value lies close to a half; of others it is far off."""
     device = "gaussian_filter(4096x4096 {}, sigma=1), device"
     assert not picture_bench.Row(device.format("uint8"), error=1.0).wrong and picture_bench.Row(device.format("uint8"), error=2.0).wrong
-    assert picture_bench.Row(device.format("float32"), error=1e-5).wrong and not picture_bench.Row(device.format("float32"), error=2e-7).wrong
-    assert picture_bench.Row("sobel(4096x4096 uint8, output=float32), device", error=1.0).wrong and not picture_bench.Row(device.format("float32")).wrong
+    assert picture_bench.Row(device.format("float32"), error=1e-5).wrong
+    assert not picture_bench.Row(device.format("float32"), error=2e-7).wrong
+    assert picture_bench.Row("sobel(4096x4096 uint8, output=float32), device", error=1.0).wrong
+    assert not picture_bench.Row(device.format("float32")).wrong

@@ -17,7 +17,10 @@ PACKAGE = HERE.parent / "pycuda_conv"
 
 
 def called(env, *arguments, **more):
-    done = subprocess.run([sys.executable, str(HERE / "torch_calls.py"), *arguments], env={**env, **more}, capture_output=True, text=True, timeout=250, check=False)
+    done = subprocess.run(
+        [sys.executable, str(HERE / "torch_calls.py"), *arguments], env={**env, **more}, capture_output=True, text=True, timeout=250,
+        check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()[-1]
 
@@ -58,7 +61,9 @@ def oldest():
     """The oldest version that setup.cfg admits: every extra says the same."""
     config = configparser.ConfigParser()
     config.read(HERE.parent / "setup.cfg")
-    found = {line.strip() for lines in config["options.extras_require"].values() for line in lines.splitlines() if re.match(r"\s*torch\b", line)}
+    found = {
+        line.strip() for lines in config["options.extras_require"].values() for line in lines.splitlines() if re.match(r"\s*torch\b", line)
+    }
     assert len(found) == 1, found
     return re.fullmatch(r"torch>=([\d.]+)", found.pop())[1]
 
@@ -82,18 +87,22 @@ def stand_ins_for_cuda(folder, into):
     build = ["gcc", "-shared", "-fPIC", "-w"]
     subprocess.run([*build, "all.c", "-Wl,-soname,libstand_ins.so", "-o", "libstand_ins.so"], cwd=into, check=True)
     for name in wanted - {Path(one).name for one in libraries}:
-        subprocess.run([*build, "none.c", "-Wl,--no-as-needed", "-L.", "-lstand_ins", f"-Wl,-soname,{name}", "-o", name], cwd=into, check=True)
+        subprocess.run(
+            [*build, "none.c", "-Wl,--no-as-needed", "-L.", "-lstand_ins", f"-Wl,-soname,{name}", "-o", name], cwd=into, check=True
+        )
 
 
-@pytest.mark.parametrize("which", ["oldest", "newest"])
-def test_other_versions(request, fast_env, tmp_path, which):
-    """All calls of torch_calls.py. The version lies in a folder of its own before the installed one, without its libraries of CUDA."""
+@pytest.fixture(params=["oldest", "newest"])
+def version(request, tmp_path):
+    """Another torch in a folder of its own, which comes before the installed one, without its libraries of CUDA: which, and the paths."""
     if not request.config.getoption("--torch-versions"):
         pytest.skip("--torch-versions downloads them")
-    folder, wanted = tmp_path / "torch", f"torch=={oldest()}" if which == "oldest" else "torch"
+    folder, wanted = tmp_path / "torch", f"torch=={oldest()}" if request.param == "oldest" else "torch"
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-deps", "--no-compile", "--no-cache-dir"]
     try:
-        done = subprocess.run([*pip, "--upgrade", "--target", str(folder), wanted], capture_output=True, text=True, timeout=300, check=False)
+        done = subprocess.run(
+            [*pip, "--upgrade", "--target", str(folder), wanted], capture_output=True, text=True, timeout=300, check=False
+        )
     except subprocess.TimeoutExpired:
         pytest.skip(f"{wanted} was not there after five minutes")
     if done.returncode:
@@ -102,7 +111,14 @@ def test_other_versions(request, fast_env, tmp_path, which):
         stand_ins_for_cuda(folder, tmp_path / "cuda")
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"no compiler: {error}")
-    paths = {"PYTHONPATH": os.pathsep.join([str(folder), str(PACKAGE.parent), str(HERE)]), "LD_LIBRARY_PATH": str(tmp_path / "cuda")}
+    return request.param, {
+        "PYTHONPATH": os.pathsep.join([str(folder), str(PACKAGE.parent), str(HERE)]), "LD_LIBRARY_PATH": str(tmp_path / "cuda")
+    }
+
+
+def test_other_versions(fast_env, version):
+    """All calls of torch_calls.py."""
+    which, paths = version
     told = called(fast_env, PYCUDA_CONV_BACKEND="opencl", **paths)
     assert told.startswith("all ") and (which == "newest" or told.startswith(f"all {oldest()}"))
     print(told)

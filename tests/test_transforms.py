@@ -1,4 +1,5 @@
-"""What is asked of all engines of Fourier transforms: elements as right as sums of products, whatever the numbers, and the same bits from a graph."""
+"""What is asked of all engines of Fourier transforms: elements as right as sums of products, whatever the numbers, and the same bits from
+a graph."""
 
 import math
 

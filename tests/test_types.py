@@ -96,7 +96,9 @@ def python(request, tmp_path_factory):
         pip("wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, folder)
         pip("install", "--quiet", "--no-deps", "--no-index", "--ignore-installed", *folder.glob("*.whl"), python=made)
     else:
-        pip("install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--ignore-installed", "--editable", folder, python=made)
+        pip(
+            "install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--ignore-installed", "--editable", folder, python=made
+        )
     return made
 
 
@@ -104,7 +106,10 @@ def check(python, script, folder, cache):
     """Run mypy on a script in a folder of its own, and compare what it says with the comments there."""
     (folder / "script.py").write_text(script)
     (folder / "mypy.ini").write_text(CONFIG)
-    command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", "--python-executable", str(python), "--cache-dir", str(cache), "script.py"]
+    command = [
+        sys.executable, "-m", "mypy", "--strict", "--no-error-summary", "--python-executable", str(python), "--cache-dir", str(cache),
+        "script.py"
+    ]
     env = {"PATH": "/usr/bin:/bin"}  # without PYTHONPATH
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=900, check=False)
     told = {}
@@ -134,5 +139,7 @@ def test_every_public_function_has_types():
     """No argument of a public function that holds numbers is Any."""
     for name in pc.__all__:
         if name.startswith("conv"):
-            untyped = {p for p, kind in getattr(pc, name).__annotations__.items() if kind == "Any"} - {"device", "devices", "stream", "args", "options"} - ({"grad_output", "return"} if name.endswith("_bias") else set())
+            untyped = {
+                p for p, kind in getattr(pc, name).__annotations__.items() if kind == "Any"
+            } - {"device", "devices", "stream", "args", "options"} - ({"grad_output", "return"} if name.endswith("_bias") else set())
             assert not untyped, (name, untyped)

@@ -1,12 +1,10 @@
 """Kernels that are there before they are needed: shipped in the wheel, or compiled by ``pycuda-conv warm``."""
 
 import logging
-import pickle
 import re
 import subprocess
 import sys
 import zipfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +14,6 @@ from conftest import why_no_opencl
 import pycuda_conv
 from pycuda_conv import ConvProblem, background, engines
 from pycuda_conv.cli import main
-from pycuda_conv.engines.layout import cast as casting
-from pycuda_conv.engines.nn import max_pool
 from pycuda_conv.errors import BackendError
 from pycuda_conv.plan import cached_plan
 from pycuda_conv.runtime import binaries, get_device
@@ -28,7 +24,6 @@ from pycuda_conv.runtime.pocl_process import compile_elsewhere
 from pycuda_conv.runtime.target import Target
 from pycuda_conv.tools import kernels, warm
 from pycuda_conv.tools.families import FAMILIES, draw
-from pycuda_conv.tools.suite import in_mode
 
 SCRIPT = Path(pycuda_conv.__file__).resolve().parent.parent / "scripts" / "ship_kernels.py"
 TEXT = '#define ROWS 1\n#line 1 "cu/some.cu"\nand so on\n'
@@ -76,11 +71,6 @@ def test_shipped_kernels_serve_their_gpus(shipped):
     assert binaries.shipped(TEXT + " ", "sm_80") is None
 
 
-def test_kernels_of_other_headers_are_not_taken(shipped, monkeypatch):
-    monkeypatch.setattr(binaries, "headers", lambda: "another")
-    assert binaries.shipped(TEXT, "sm_80") is None
-
-
 @pytest.mark.parametrize("where", [0.05, 0.5])
 def test_a_damaged_shipped_kernel_is_compiled(shipped, caplog, where):
     data = bytearray(shipped.read_bytes())
@@ -96,11 +86,6 @@ def test_a_damaged_shipped_kernel_is_compiled(shipped, caplog, where):
 def test_a_damaged_archive_is_none(shipped, caplog, damage):
     shipped.write_bytes(damage(shipped.read_bytes()))
     assert binaries.shipped(TEXT, "sm_80") is None and "can't be read" in caplog.text
-
-
-def test_no_archive_is_said_nothing_about(shipped, caplog):
-    shipped.unlink()
-    assert binaries.shipped(TEXT, "sm_80") is None and not caplog.text
 
 
 @pytest.mark.skipif(not (nvcc() or nvrtc()), reason="no compiler of CUDA C is installed")
@@ -144,58 +129,6 @@ def test_random_problems_are_of_all_families_and_the_same_again():
 def test_what_is_no_architecture_is_refused(name):
     with pytest.raises(BackendError, match="a GPU's architecture is"):
         Target(name)
-
-
-def test_targets(monkeypatch):
-    some = list(warm.networks())[::50]
-    monkeypatch.setattr(warm, "networks", lambda: iter(some))
-    assert Target("sm_90a").capability == (9, 0) and Target("sm_120").capability == (12, 0)
-    assert {text.arch for text in warm.most_used(Target("sm_90a"), 10**6, 2)} == {"sm_90", "sm_90a"}
-    assert {text.arch for text in warm.most_used(Target("sm_86"), 10**6, 2)} == {"sm_86"}
-
-
-def test_problems_are_planned_in_several_processes_where_there_are_cores(monkeypatch):
-    """Their counts, and what decides between equal ones, are those of one process."""
-    problems = list(draw(3, 2))
-    monkeypatch.setattr(warm, "draw", lambda seed, each: iter(problems))
-    monkeypatch.setattr(warm, "networks", lambda: iter([(problems[0], True)]))
-    in_threads = lambda workers, context: ThreadPoolExecutor(2)  # noqa: E731  # processes take longer to start than this test
-    found = []
-    for cores in (2, 4):
-        monkeypatch.setattr(warm, "cores", lambda cores=cores: cores)
-        monkeypatch.setattr(warm, "ProcessPoolExecutor", in_threads if cores == 4 else None)
-        found.append(warm.most_used(Target("sm_90a"), 20, 2))
-    assert found[0] == found[1] and len(found[0]) == 20
-    target, part = Target("sm_90a"), [(problems[0], False)]
-    assert pickle.loads(pickle.dumps(warm.needed))(*pickle.loads(pickle.dumps((part, target)))) == warm.needed(part, target)
-
-
-def test_a_wheel_s_texts(monkeypatch):
-    asked = []
-    monkeypatch.setattr(warm, "most_used", lambda target, *how: asked.append((target.name, *how)) or [])
-    of_hopper = warm.of_wheel(Target("sm_90a"))
-    warm.of_wheel(Target("sm_80"))
-    warm.of_wheel(Target("sm_80"), 2, 1)
-    assert asked == [("sm_90a", 1000, 400), ("sm_80", 400, 400), ("sm_80", 2, 1)]
-    made = casting.narrow("bfloat16", (9, 0, 1)), max_pool.Pool("float16", (1, 8, 9, 9), (2, 2), (2, 2), (0, 0), (1, 1)).forward()
-    assert {warm.Text(one.source(), "sm_90", one.file or one.kernel) for one in made} <= set(of_hopper)
-
-
-def test_a_training_step_s_gradients_are_in_the_layer_s_layout():
-    plain = in_mode(ConvProblem.forward(2, (8, 64, 14, 14), (64, 64, 3, 3), padding=1), "bf16-nhwc")
-    uses = [problem for problem, _ in warm._uses(plain, True)]
-    assert {problem.layout for problem in uses} == {"NHWC"}
-    gradients = [(problem.direction, problem.has_residual) for problem in uses if problem.direction != "fprop"]
-    assert gradients == [("dgrad", False), ("dgrad", True), ("wgrad", False)]
-
-
-def test_of_equally_many_uses_the_networks_come_first(monkeypatch):
-    some, other = draw(3, 1, [("float16", "fp32", "NHWC")]), in_mode(ConvProblem.forward(2, (8, 64, 14, 14), (64, 64, 3, 3)), "fp16-nhwc")
-    monkeypatch.setattr(warm, "draw", lambda seed, each: iter([next(some)]))
-    monkeypatch.setattr(warm, "networks", lambda: iter([(other, False)]))
-    target = Target("sm_90a")
-    expected = set(warm.texts(warm.launches_of(other, target), target))
-    assert set(warm.most_used(target, len(expected), 1)) == expected
 
 
 def test_an_archive_is_found_again_and_has_the_same_bytes_every_time(tmp_path, monkeypatch):
@@ -313,7 +246,10 @@ def test_on_opencl_the_problems_need_nearly_every_text(opencl):
     usual = [(family.file, defines) for family in kernels.families("opencl") if family.file not in OF_FEW for defines in family]
     seldom = "INDEX_64", "BORDERED", "SHOWN", "IN_BYTES"
     texts = {source_of(file, defines) for file, defines in usual if not any(defines.get(name) for name in seldom)}
-    found = {launch.source() for problem, with_moments in warm.every_kind() for launch in warm.launches_of(problem, opencl, with_moments=with_moments)}
+    found = {
+        launch.source() for problem, with_moments in warm.every_kind()
+        for launch in warm.launches_of(problem, opencl, with_moments=with_moments)
+    }
     found |= {launch.source() for launch in warm.of_images(opencl)}
     assert len(found & texts) >= 0.95 * len(texts)
 
@@ -334,7 +270,9 @@ def test_on_opencl_what_was_compiled_is_there_the_next_time(opencl, monkeypatch,
     assert before <= set(opencl._workshop.programs())
 
 
-@pytest.mark.parametrize("arguments, words", [(("--constants",), "--constants is for GPUs"), (("--model", "no such network"), "nknown model")])
+@pytest.mark.parametrize(
+    "arguments, words", [(("--constants",), "--constants is for GPUs"), (("--model", "no such network"), "nknown model")]
+)
 def test_on_opencl_what_is_refused(opencl, capsys, arguments, words):
     if "--model" in arguments:
         pytest.importorskip("torchvision")

@@ -110,23 +110,6 @@ def test_dask_arrays(device):
         pc.conv2d(da.from_array(x[None]), w)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["cupy", "gpuarray"])
-def test_arrays_on_a_gpu(kind):
-    x, w = drawn(2)
-    expected = pc.conv2d(x, w, padding=1, device=0)
-    if kind == "cupy":
-        cupy = pytest.importorskip("cupy")
-        y = pc.conv2d(cupy.asarray(x), cupy.asarray(w), padding=1).get()
-    else:
-        gpuarray = pytest.importorskip("pycuda.gpuarray")
-        from pycuda_conv.runtime import cuda_device
-
-        with cuda_device(0):
-            y = pc.conv2d(gpuarray.to_gpu(x), gpuarray.to_gpu(w), padding=1).get()
-    assert y.shape == x.shape[:1] + (x.shape[1] - 1,) and np.array_equal(y, expected)
-
-
 # ---- torch
 
 
@@ -142,19 +125,6 @@ def test_tensors_have_gradients(where, ndim):
         torch.testing.assert_close(y, theirs)
         for got, wanted in zip(torch.autograd.grad(y.square().sum(), (x, w)), expected, strict=True):
             torch.testing.assert_close(got, wanted)
-
-
-def test_autocast_and_transforms(where):
-    x, w = (torch.tensor(a, device=where, requires_grad=True) for a in drawn(2))
-    for _ in range(3):
-        with torch.autocast(where, torch.bfloat16):
-            y = pc.conv2d(x, w, padding=1)
-        assert y.dtype is torch.bfloat16 and y.dim() == 2
-        y.sum().backward()
-    assert x.grad.shape == x.shape and w.grad.shape == w.shape
-    images = torch.randn(3, 9, 8, device=where)
-    mapped = torch.func.vmap(lambda image: pc.conv2d(image, w.detach()))(images)
-    torch.testing.assert_close(mapped, pc.conv2d(images[:, None], w.detach()[None, None])[:, 0])
 
 
 # ---- what is refused
@@ -180,8 +150,3 @@ X, W = np.zeros((8, 9), np.float32), np.zeros((3, 3), np.float32)
 def test_what_does_not_go_together(name, arrays, options, text):
     with pytest.raises(ConvArgumentError, match=re.escape(text)):
         getattr(pc, name)(*arrays, **options, device="opencl")
-
-
-def test_channels_last_means_nothing_to_one_channel():
-    problem = ConvProblem.forward(2, X.shape, W.shape, layout="NHWC")
-    assert problem == ConvProblem.forward(2, X.shape, W.shape) and problem.order is None

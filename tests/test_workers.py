@@ -164,7 +164,9 @@ def test_a_plan_that_was_pickled_or_copied_is_the_same_plan(device, config, how)
     assert np.array_equal(again(x, w, b, scale=scale, residual=residual), plan(x, w, b, scale=scale, residual=residual))
 
 
-@pytest.mark.parametrize(("name", "fields"), [("Batched", {"BLOCK_K": 8}), ("ImplicitGemm", {"loader": "halo"}), ("Lines", {"BLOCK_N": 64})])
+@pytest.mark.parametrize(
+    ("name", "fields"), [("Batched", {"BLOCK_K": 8}), ("ImplicitGemm", {"loader": "halo"}), ("Lines", {"BLOCK_N": 64})]
+)
 def test_a_plan_that_another_version_pickled(device, name, fields):
     """Its kernels run if they are there; else it is planned anew."""
     if device != "opencl":
@@ -211,13 +213,6 @@ def test_a_plan_is_for_the_device_that_it_was_made_for(device):
         again(asked, name, model + "another model", *rest)
     with pytest.raises(pc.BackendError):
         again(asked, "cuda:99", model, *rest)
-
-
-def test_a_filter_of_an_unknown_library_is_not_pickled():
-    from pycuda_conv.arrays import InterfaceKind
-
-    with pytest.raises(TypeError, match=r"builtins\.object can't be pickled"):
-        InterfaceKind().to_pickle(object())
 
 
 def test_plans_go_to_workers(script):

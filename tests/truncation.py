@@ -1,9 +1,10 @@
 """A model of the tensor core's sum, the same bits: what cu/core/truncation.cuh gives back is derived from it.
 
-Published by Xie et al. (MMA-Sim, arXiv 2511.10909) and Khattak and Mikaitis (arXiv 2512.07004). A step adds some products and the sum so
-far at once. Products are exact. Every summand is cut towards zero at `bits` binary places of the largest exponent among them; the sum of
-what is left is exact, and is cut towards zero to float32. Hopper: 25 places, and a step has 16 of k in fp16, 8 in TF32. float64 holds all
-of it exactly.
+Published by Xie et al. (MMA-Sim, arXiv 2511.10909) and Khattak and Mikaitis (arXiv 2512.07004).
+A step adds some products and the sum so far at once. Products are exact.
+Every summand is cut towards zero at `bits` binary places of the largest exponent among them;
+the sum of what is left is exact, and is cut towards zero to float32. Hopper: 25 places, and a step has 16 of k in fp16, 8 in TF32.
+float64 holds all of it exactly.
 """
 
 from __future__ import annotations

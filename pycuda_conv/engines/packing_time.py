@@ -36,7 +36,11 @@ def overhead(
         moved = _read_filter(problem, packed) + packed_filter * (1 if packed_filter < COST.FITTING else 2)
         of_filter = _filter_time(problem, packed)
     if not packed.as_is:
-        images = math.prod(problem.input_shape) * problem.itemsize
+        images = float(math.prod(problem.input_shape) * problem.itemsize)
+        if packed.level == 1 and packed.window is None and problem.layout != "NHWC":  # a tap's neighbouring pixels lie `stride` apart
+            apart = min(problem.stride[2], SECTOR // problem.itemsize)
+            read = problem.N * math.prod(packed.stored) * packed.pixel * problem.groups * problem.itemsize * apart
+            images += COST.GATHERED * max(0.0, read - images)
         images += 2 * limbs(problem) * problem.N * math.prod(packed.stored) * packed.pixel * problem.groups
         moved += images * (COST.WINDOWED if packed.window else 1)
     adding = 0.0

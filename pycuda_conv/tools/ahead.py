@@ -7,7 +7,6 @@ process that measures finds it there, and compilers of several networks and side
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pycuda_conv.runtime.workers import cores
 from pycuda_conv.tools.terminal import track
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def first_calls(cases: Sequence[tuple[Case, Sequence[Side]]], place: str, seed: 
     """
     ready: set[tuple[Case, str]] = set()
     running: list[tuple[Part, subprocess.Popen[bytes]]] = []
-    most = max(1, min(MOST, (os.cpu_count() or CORES) // CORES))
+    most = max(1, min(MOST, cores() // CORES))
 
     def wait(count: int) -> None:
         while len(running) > count and time.perf_counter() < end:

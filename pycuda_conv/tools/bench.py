@@ -384,7 +384,7 @@ def describe(torch: Any, device: Device, mode: str, words: str, seed: int) -> di
         cl: Any = device
         found |= {"CPU": cl.device.name.strip(), "torch threads": torch.get_num_threads()}
         method = "median of wall-clock times; all ways in turn"
-    cudnn = f", CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}, cudnn.benchmark = True, {words}"
+    cudnn = f", CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}, cudnn.benchmark = True" + (f", {words}" if words else "")
     found |= {
         "torch": str(torch.__version__) + (cudnn if device.backend == "cuda" else ", on the CPU"), "pycuda_conv": pycuda_conv.__version__,
         "Python": known["Python"], "PyCUDA": known["PyCUDA"], "mode": mode, "method": method, "seed": seed, "kernels": digest(),

@@ -291,7 +291,8 @@ def excerpt(machine: dict[str, Any], rows: Sequence[Row]) -> str:
         if isinstance(row, Evaluated) and row.verdict == "ok" and COMPILED in row.graph_ms:
             ratios = " / ".join(_figure(ratio, ".2f") for ratio in (row.light_ratio, row.inductor_ratio))
             found.append(f"{row.case.network} ({row.case.images} images, {row.case.mode}) {ratios}")
-    return f"{FRONT_WORDS} {', '.join(found)}. {measured_by(machine)}"
+    words = f"{FRONT_WORDS} {', '.join(found)}." if found else "Of networks `torch.compile` was not measured."
+    return f"{words} {measured_by(machine)}"
 
 
 FRONT_WORDS = "Networks as CUDA graphs, `torch.compile`'s time over ours in its two modes, light / inductor:"

@@ -390,7 +390,7 @@ def _product_time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: i
         if config.is_pingpong:  # stores slow the other consumer's products down, but only the last ones are waited for
             return max(COST.PINGPONG_PRODUCT * product + COST.PINGPONG_STORE * stores, COST.PINGPONG_ALONE * between)
         if config.is_twin:  # a round of both blocks
-            return max(2 * (COST.TWIN_PRODUCT * product + COST.TWIN_STORE * stores), product + between)
+            return max(2 * (COST.TWIN_PRODUCT * product + COST.TWIN_STORE * stores + COST.TWIN_TILE), product + between)
         return product + between
 
     # bytes of a stage that are loaded for the same pixels only; wgrad's pixels are taps, which share most of theirs

@@ -374,12 +374,12 @@ def run(settings: bench.Settings, suite: str, each: int) -> int:
         torch.no_grad(), cudnn_set(torch, "benchmark", True), torch_precision("fp32"), tune.untuned(settings.untuned),
         Ahead(wanted, device) as ahead,
     ):
+        done = known = 0
         for i, (group, mode, problem) in enumerate(track(todo, lambda one: f"{one[1]} {one[2]}")):
             if settings.over(began):
-                machine["method"] += settings.cut(i, len(todo), "layers, in random order")
-                out.print(machine["method"], markup=False)
                 break
             ours = {name: ahead.plan(as_called(one, device)) for name, one in our_problems(problem, suite).items()}
+            done, known = i + 1, known + any(tune.lookup(plan.problem, device) for plan in ours.values())
             try:
                 rows.append(measure(torch, group, mode, problem, ours, seed + i, suite == "kernelbench"))
             except (DeviceMemoryError, torch.OutOfMemoryError):
@@ -388,6 +388,9 @@ def run(settings: bench.Settings, suite: str, each: int) -> int:
             if rows and not sys.stderr.isatty():
                 told = ", ".join(f"{name} {microseconds(us)}" for name, us in rows[-1].us.items())
                 print(f"[{i + 1}/{len(todo)}] {mode} {rows[-1].direction} {rows[-1].problem}: {told}", file=sys.stderr, flush=True)
+    machine["method"] += f"; measured choices for {known} layers, the models' own for {done - known}"
+    machine["method"] += settings.cut(done, len(todo), "layers, in random order")
+    out.print(machine["method"], markup=False)
     found = means(rows, suite)
     if settings.plots is not None and suite == "kernelbench":
         from pycuda_conv.tools.plots import time_and_error
