@@ -274,7 +274,8 @@ class _OnHost(BlockTransforms):
             start = p * stride + first
             met = _met(start, size, apart, count, dilation)
             taps.append(slice(met.start * dilation, met.stop * dilation, met.step * dilation))
-            pixels.append(slice(*((start + tap * dilation) // apart for tap in (met.start, met.stop)), met.step * dilation // apart))
+            begin, end = ((start + tap * dilation) // apart for tap in (met.start, met.stop))
+            pixels.append(slice(begin, end, met.step * dilation // apart))
         window, filter = self.x[index(image, g, slice(None), *pixels)], self.filter[index(g, k, slice(None), *taps)]
         if unsure or value != value:
             self.products += window.size
