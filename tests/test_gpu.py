@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from cases.hopper_gemm import widest
 from modes import asked, ids_of
-from reference import DTYPES, assert_close, by_turns, channels_last, dgrad, fprop, is_channels_last, python, tensor
+from reference import DTYPES, TORCH_LAYOUTS, assert_close, by_turns, channels_last, dgrad, fprop, is_channels_last, python, tensor
 
 import pycuda_conv as pc
 from pycuda_conv import ConvArgumentError, ConvProblem, DeviceMemoryError, Plan, engines
@@ -181,6 +181,16 @@ def test_results_come_from_torch_s_allocator(torch):
 
 
 # ---- layouts
+
+
+@pytest.mark.parametrize(("layout", "which"), by_turns(TORCH_LAYOUTS, range(3)))
+def test_torch_layouts(torch, layout, which):
+    tensors = [torch.from_numpy(a).cuda() for a in CASE.integers("float32")]
+    tensors[which] = TORCH_LAYOUTS[layout](torch, tensors[which])
+    expected = torch.nn.functional.conv2d(*(t.cpu() for t in tensors), padding=1)
+    got = pc.conv2d(*tensors, padding=1)
+    assert is_channels_last(got) if (layout, which) == ("channels_last", 0) else got.is_contiguous()
+    assert torch.equal(got.cpu(), expected)
 
 
 FUNCTIONS = [(transposed, ndim) for transposed in (False, True) for ndim in (1, 2, 3)]
