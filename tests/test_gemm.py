@@ -529,7 +529,7 @@ def test_what_is_flagged_is_computed_and_nothing_else(monkeypatch, case, activat
 
 # ---- on a GPU
 
-SEED, RANDOM = int(os.environ.get("PYCUDA_CONV_TEST_SEED", "20")), 200
+SEED, RANDOM = int(os.environ.get("PYCUDA_CONV_TEST_SEED", "20")), 120
 
 
 @cache

@@ -850,11 +850,11 @@ def test_a_numpy_result_larger_than_the_memory_that_is_left(hog):
 
 
 @pytest.mark.gpu_alone
-@pytest.mark.parametrize("kind", ["gpuarray", "foreign", "torch", "cupy"])
+@pytest.mark.parametrize("kind", ["gpuarray", "torch"])
 def test_out_of_memory_says_how_much_and_the_next_call_works(hog, kind):
     """A result of 4 GiB where 1 GiB is left."""
     x, w = make(kind, np.zeros((1, 1, 2048, 2048), "f")), make(kind, np.zeros((256, 1, 1, 1), "f"))
-    own = kind in ("gpuarray", "foreign")  # the others come from their library's allocator
+    own = kind == "gpuarray"  # the others come from their library's allocator
     with pytest.raises(DeviceMemoryError if own else (MemoryError, RuntimeError)) as raised:
         pc.conv2d(x, w)
     if own:
@@ -886,7 +886,7 @@ def test_the_pool_keeps_memory_for_the_next_call_and_can_give_it_back():
 
 
 @pytest.mark.gpu_alone
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["numpy", "torch", "foreign"])
 def test_a_thousand_calls_take_no_more_memory_than_ten(kind):
     arrays = [make(kind, a) for a in fprop((2, 4, 64, 64), (6, 4, 3, 2), padding=1).integers("float32")]
     for _ in range(10):
@@ -1084,18 +1084,15 @@ def test_a_thousand_runs_give_the_same_bits(torch, way):
 
 # ---- more than 2^31 elements; last, since an access outside an array would end the context for the tests after it
 
-_IMAGES, _WIDE = (3, 16, 8200, 8192), (3, 1, 8200, 8192)  # 3.2e9 elements, the third image wholly past 2^31; those of a result alone
-BIG = [  # (case, mode, config): arrays of 4 to 17 GB
+_IMAGES = (3, 16, 8200, 8192)  # 3.2e9 elements, the third image wholly past 2^31
+BIG = [  # (case, mode, config): of each kernel the input, the result, or both
     (fprop(_IMAGES, (2, 16, 3, 3), padding=1), "fp16", Batched(128, 2, 4)), (fprop(_IMAGES, (1, 16, 3, 3), bias=False), "fp16", GEMM),
     (fprop(_IMAGES, (2, 16, 1, 1), bias=False), "fp16", max(direct_gemm.GEMM_RATES, key=direct_gemm.GEMM_RATES.get)),  # 16-byte loads
-    (fprop(_WIDE, (16, 1, 3, 3), padding=1), "fp16", Batched(128, 8, 1)), (fprop((3, 2, 8200, 8192), (16, 2, 1, 1)), "fp16", GEMM),
-    (fprop(_IMAGES, (16, 1, 3, 3), padding=1, groups=16), "fp16", Single()),
-    (fprop(_IMAGES, (16, 1, 3, 3), padding=1, groups=16), "fp16", Tile(14, 64, 7)),
-    (dgrad(_IMAGES, (16, 1, 3, 3), padding=1), "fp16", Dgrad(128, 8, 1)), (dgrad(_IMAGES, (16, 1, 3, 3), padding=1), "fp16", GEMM),
+    (fprop((3, 2, 8200, 8192), (16, 2, 1, 1)), "fp16", GEMM), (fprop(_IMAGES, (16, 1, 3, 3), padding=1, groups=16), "fp16", Single()),
+    (fprop(_IMAGES, (16, 1, 3, 3), padding=1, groups=16), "fp16", Tile(14, 64, 7)), (dgrad(_IMAGES, (16, 1, 3, 3), padding=1), "fp16", GEMM),
     (dgrad((3, 2, 4100, 4096), (2, 16, 2, 2), stride=2), "fp16", Dgrad(128, 2, 8)),
-    (fprop((3, 2, 8200, 8192), (6, 2, 1, 1)), "fp16", Gemm(64, 64, 8, 4, 4, 1, SPLIT_K=2)),  # the parts of sums alone, then the result too
-    (fprop(_WIDE, (16, 1, 1, 1)), "fp16", Gemm(64, 64, 8, 4, 4, 1, SPLIT_K=2)),
-    (fprop(_IMAGES, (16, 16, 3, 3), padding=1), "fp16", widest("fp16", 64, 2)), (fprop(_IMAGES, (16, 16, 3, 3), padding=1), "fp32", widest("fp32", 64, 2)),
+    (fprop((3, 1, 8200, 8192), (16, 1, 1, 1)), "fp16", Gemm(64, 64, 8, 4, 4, 1, SPLIT_K=2)),
+    (fprop(_IMAGES, (16, 16, 3, 3), padding=1), "fp32", widest("fp32", 64, 2)),
     (fprop((32, 8, 8189, 8189), (8, 8, 1, 1), bias=False), "fp16 last", widest("fp16 last", 64, 2)),  # nearly as many pixels as it counts
 ]  # fmt: skip
 

@@ -235,6 +235,27 @@ def test_dense_tiles_take_more_taps_where_a_gradient_s_border_shows_a_pixel(seed
         given.check(config, seeds=(seed,), filter_last=last)
 
 
+@pytest.mark.parametrize("seed", range(15))
+def test_gradients_of_filters_sum_region_by_region(seed):
+    """dw of channels last: any number of regions of a launch, strides, dilations, groups, both orders of the result, parts that end within a region."""
+    rng = np.random.default_rng(4000 + seed)
+    ndim, dtype = (2, 2, 1, 2, 3)[seed % 5], ("float16", "bfloat16", "float32")[seed % 3]
+    taps, dilation, stride = [int(n) for n in rng.integers(2, 4, ndim)], int(rng.integers(1, 3)), int(rng.integers(1, 3))
+    size, most = [int(n) for n in rng.integers(5, (200, 11, 6)[ndim - 1], ndim)], 3 if ndim < 3 else 2
+    pads, modes = sides(rng, pairs_of(rng.integers(0, most, (ndim, 2))), pairs_of(rng.choice(NEAR, (ndim, 2)), str))
+    if seed == 14:  # columns that wrap lie further apart than a tap's offset
+        ndim, dtype, taps, size, dilation, stride, pads, modes = 2, "float16", [3, 3], [4, 270], 1, 1, ((1, 1),) * 2, (("circular",) * 2,) * 2
+    groups = 2 if seed % 4 == 3 else 1
+    c, k = (64, 72) if seed % 2 else (136, 40)
+    size = [max(n, dilation * (t - 1) + 1) for n, t in zip(size, taps, strict=True)]
+    options = {"stride": stride, "dilation": dilation, "groups": groups, "dtype": dtype, "layout": "NHWC"}
+    given = Given(rng, "wgrad", (3, groups * c, *size), (groups * k, c, *taps), pads, modes, most=1, **options)
+    config = engines.Bordered(str(engines.WgradNhwc(64, 64 if dtype == "float32" else 128, 2, 1 + seed % 3)))
+    kernels = given.kernels(config)
+    assert ndim == 3 or not set(kernels) & set(COPIES), kernels  # a volume has many sides
+    given.check(config, seeds=(seed,), filter_last=bool(seed % 2))
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_toeplitz_tiles_fill_the_columns_beside_their_rows(seed):
     """Planes of even and odd widths, several in a block, strides, dilations, several filters a channel; sums that are no numbers."""

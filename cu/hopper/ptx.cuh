@@ -84,7 +84,7 @@ struct LoadBase {
   }
 };
 // The same for 1 to 3 axes; with 0 axes all images are one row of pixels, and the load is a box of these.
-DEVICE void load_im2col(int axes, uint32_t to, const CUtensorMap* map, uint32_t barrier, int c, const LoadBase& base, int s, int r, int t) {
+template <class Base> DEVICE void load_im2col(int axes, uint32_t to, const CUtensorMap* map, uint32_t barrier, int c, const Base& base, int s, int r, int t) {
   if (axes == 0) load_box(to, map, barrier, c, base.w, 0);
   if (axes == 1) load_im2col<1>(to, map, barrier, c, base.w, base.h, base.d, base.image, s, r, t);
   if (axes == 2) load_im2col<2>(to, map, barrier, c, base.w, base.h, base.d, base.image, s, r, t);

@@ -18,6 +18,8 @@
 //          more room than the ring.
 // Loads    of dy: boxes of BLOCK_K positions. Of x: TMA's im2col mode, as many consecutive positions, shifted by a block's tap, across rows and images.
 //          Padding, and what lies behind the last position of either, arrives as zeros.
+// Border   BORDERED: of an image's own pixels. Positions come region by region: the interior of dy, and single rows and columns at its sides, whose taps
+//          have the offsets of the pixels that the border shows. dy is loaded as x is, each region by maps of its own.
 // Groups   A group pack is neighbouring groups whose channels of x fit a block, or one group. Products of channels of two different groups are not
 //          written.
 // Ends     Blocks of channels past the last one are not loaded. What lies in their place, and channels of the next group pack, only reach sums that
@@ -44,6 +46,9 @@
 #define LIMBS 1    // TF32 numbers that a float is split into
 #define PLANES 0   // NCHW
 #define FLIPPED 0
+#endif
+#ifndef BORDERED
+#define BORDERED 0   // regions of a launch: 9 or 25
 #endif
 #include "mma/fragments.cuh"
 #include "hopper/skeleton.cuh"
@@ -84,6 +89,29 @@ struct WgradNhwcArguments : LoadedPixels {
   long long image_stages, by_image_stages;                    // PLANES: stages of an image
 };
 
+#if BORDERED
+// A region of positions. Its maps see its own part of dy, and of x what its taps may meet.
+struct WgradRegion : LoadedPixels {
+  long long end;                                // stages up to its last one
+  long long offsets_d, offsets_h, offsets_w;    // of each tap in x: bytes
+};
+struct Regions {
+  WgradRegion of[BORDERED];
+};
+struct RegionMaps {
+  CUtensorMap dy[BORDERED], x[BORDERED];
+};
+// The number of a position's pixel along each axis of its region.
+struct InRegion {
+  int image, w, h, d;
+  DEVICE InRegion(const WgradRegion& region, int position) {
+    const Divided plane(position, region.load_plane, region.by_load_plane), slice(plane.rest, region.load_pq, region.by_load_pq);
+    const Divided row(slice.rest, region.load_q, region.by_load_q);
+    image = plane.quotient, w = row.rest, h = row.quotient, d = slice.quotient;
+  }
+};
+#endif
+
 // What a block computes: of group pack `pack`, the rows from `row` on and the columns of the blocks from `block` on; dy_blocks and x_blocks are real.
 struct Tile {
   int split, pack, row, block, dy_blocks, x_blocks;
@@ -113,6 +141,41 @@ typedef StageRing<STAGES, STAGE_BYTES> Ring;
 
 // ---- the producer
 
+#if BORDERED
+DEVICE void produce(const RegionMaps& maps, const Regions& regions, const WgradNhwcArguments& arg, const Tile& of, const StageRange& range, const Ring& ring) {
+  int c[X_BLOCKS], tap_s[X_BLOCKS], tap_r[X_BLOCKS], tap_t[X_BLOCKS];
+#pragma unroll
+  for (int i = 0; i < X_BLOCKS; ++i) {
+    const Column column(arg, of.block + i);
+    const Divided row(column.tap, arg.tap_s, arg.by_tap_s), slice(row.quotient, arg.tap_r, arg.by_tap_r);
+    c[i] = of.pack * (int)arg.columns + column.channel;
+    tap_s[i] = row.rest, tap_r[i] = slice.rest, tap_t[i] = slice.quotient;
+  }
+  const int k = of.pack * (int)arg.rows + of.row, spatial_dims = (int)arg.spatial_dims;
+  int number = 0, begin = 0, end = (int)regions.of[0].end;
+  Ring::Position at;
+  fill_stages(ring, at, range.first, range.last, [&](int step, uint32_t dy, uint32_t arrived) {
+    const uint32_t x = dy + DY_BLOCKS * BLOCK_BYTES;
+    while (step >= end) {
+      begin = end;
+      end = (int)regions.of[++number].end;
+    }
+    const WgradRegion& region = regions.of[number];
+    const InRegion pixel(region, (step - begin) * BLOCK_K);
+    const LoadBase base(region, (step - begin) * BLOCK_K);
+    auto offset = [](long long offsets, int tap) { return (int)(offsets >> 8 * tap) & 255; };
+    barrier_expect(arrived, (of.dy_blocks + of.x_blocks) * BLOCK_BYTES);
+#pragma unroll
+    for (int i = 0; i < DY_BLOCKS; ++i)
+      if (i < of.dy_blocks) load_im2col(spatial_dims, dy + i * BLOCK_BYTES, maps.dy + number, arrived, k + CHANNELS * i, pixel, 0, 0, 0);
+#pragma unroll
+    for (int i = 0; i < X_BLOCKS; ++i)
+      if (i < of.x_blocks)
+        load_im2col(spatial_dims, x + i * BLOCK_BYTES, maps.x + number, arrived, c[i], base, offset(region.offsets_w, tap_s[i]),
+                    offset(region.offsets_h, tap_r[i]), offset(region.offsets_d, tap_t[i]));
+  });
+}
+#else
 DEVICE void produce(const CUtensorMap* map_dy, const CUtensorMap* map_x, const WgradNhwcArguments& arg, const Tile& of, const StageRange& range,
                     const Ring& ring) {
   int c[X_BLOCKS];
@@ -147,6 +210,8 @@ DEVICE void produce(const CUtensorMap* map_dy, const CUtensorMap* map_x, const W
         load_im2col(spatial_dims, x + i * BLOCK_BYTES, map_x, arrived, c[i], base, offsets[i] & 0xffff, offsets[i] >> 16 & 0xff, offsets[i] >> 24);
   });
 }
+
+#endif
 
 // ---- sums to dw, or to a part of it
 #include "hopper/wgrad_store.cuh"
@@ -183,6 +248,13 @@ DEVICE void leave(const Sums& sums, float* to) {
 }
 #endif
 
+#if BORDERED
+#define IF_REGIONS(...) __VA_ARGS__
+#define IF_MAPS(...)
+#else
+#define IF_REGIONS(...)
+#define IF_MAPS(...) __VA_ARGS__
+#endif
 #if FLIPPED
 #define IF_FLIPPED(...) __VA_ARGS__
 #else
@@ -190,16 +262,17 @@ DEVICE void leave(const Sums& sums, float* to) {
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, SHARES ? 2 : 1)
-    hopper_wgrad(const __grid_constant__ CUtensorMap map_dy, const __grid_constant__ CUtensorMap map_x, void* __restrict__ to,
+    hopper_wgrad(IF_MAPS(const __grid_constant__ CUtensorMap map_dy, const __grid_constant__ CUtensorMap map_x,)
+                    IF_REGIONS(const __grid_constant__ RegionMaps maps,) void* __restrict__ to,
                     IF_FLIPPED(const data_t* __restrict__ x, const data_t* __restrict__ dy,)
-                    const __grid_constant__ WgradNhwcArguments arg IF_FLIPPED(, const __grid_constant__ FlippedArguments flip)) {
+                    const __grid_constant__ WgradNhwcArguments arg IF_FLIPPED(, const __grid_constant__ FlippedArguments flip)
+                    IF_REGIONS(, const __grid_constant__ Regions regions)) {
   extern __shared__ uint8_t dynamic[];
   __shared__ alignas(8) uint64_t barriers[2 * STAGES];
   const Ring ring(dynamic, barriers);
   float* const sums = (float*)(dynamic + (ring.stages - shared_address(dynamic)));
   begin_block(ring, 1, CONSUMERS, [&] {
-    prefetch_map(&map_dy);
-    prefetch_map(&map_x);
+    IF_MAPS(prefetch_map(&map_dy); prefetch_map(&map_x);)
   });
   const Tile of(arg);
   const StageRange range(of.split, (int)arg.part, (int)arg.stages);
@@ -220,6 +293,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, SHARES ? 2 : 1)
     else store((data_t*)to);
   } else {
     if constexpr (PRODUCTS == 2) registers_down<TALL ? 40 : 56>();
-    if (threadIdx.x == CONSUMER_THREADS) produce(&map_dy, &map_x, arg, of, range, ring);
+    if (threadIdx.x != CONSUMER_THREADS) return;
+    IF_MAPS(produce(&map_dy, &map_x, arg, of, range, ring);)
+    IF_REGIONS(produce(maps, regions, arg, of, range, ring);)
   }
 }

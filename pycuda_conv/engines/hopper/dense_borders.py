@@ -21,6 +21,7 @@ from pycuda_conv.engines.geometry import Phase, near_sides
 from pycuda_conv.problem import ConvProblem, Size3
 
 MOST_TAPS = 8  # along an axis: each has a byte of a word
+MOST_OFFSET = 255  # of a tap: a byte
 MOST_REGIONS = 48  # beside the interior: six rows and columns at sides that are reflected, of a gradient of five taps
 
 
@@ -50,8 +51,12 @@ class _Segment:
     interior: bool = False
 
 
-def _segments(source: ConvProblem, axis: int) -> Iterator[_Segment]:
-    """The segments of an axis, the interior first; those of one result each follow."""
+def _segments(source: ConvProblem, axis: int, apart: bool = False) -> Iterator[_Segment]:
+    """The segments of an axis, the interior first; those of one result each follow.
+
+    With `apart` a result whose taps meet both ends of a long axis, as one that wraps does, has two: each has the taps of an end, and
+    zeros for the others. Then sums of single taps are right, not those of all taps.
+    """
     n, results, stride, dilation = (sizes[axis] for sizes in (source.input_size, source.output_size, source.stride, source.dilation))
     before, taps, words = source.padding_before[axis], source.filter_size[axis], (source.border or borders.NONE)[axis]
     numbers = tuple(range(taps))
@@ -73,7 +78,13 @@ def _segments(source: ConvProblem, axis: int) -> Iterator[_Segment]:
         yield _Segment(begin, end - begin, 0, n, begin * stride - before, numbers, tuple(tap * dilation for tap in numbers), True)
     for j in (*range(begin), *range(end, results)):
         met = [place if shown[place + before] < 0 else shown[place + before] for place in places(j)]
-        yield _single(j, n, numbers, met)
+        if apart and min(met) >= 0 and max(met) < n and max(met) - min(met) > MOST_OFFSET:
+            for end in (False, True):
+                own = [place for place in met if (place > n // 2) == end]
+                offsets = tuple(place - min(own) if (place > n // 2) == end else max(own) - min(own) + 1 for place in met)
+                yield _Segment(j, 1, min(own), max(own) - min(own) + 1, 0, numbers, offsets)
+        else:
+            yield _single(j, n, numbers, met)
 
 
 def _single(number: int, size: int, taps: tuple[int, ...], met: list[int]) -> _Segment:
@@ -111,8 +122,11 @@ def _gradient_segments(source: ConvProblem, axis: int) -> Iterator[_Segment]:
 
 
 @lru_cache(maxsize=256)
-def regions(source: ConvProblem) -> tuple[Region, ...] | None:
-    """The regions of a forward convolution, or of the gradient by the input; None if there are too many or loads can't make one."""
+def regions(source: ConvProblem, of_filter: bool = False) -> tuple[Region, ...] | None:
+    """The regions of a forward convolution, or of the gradient by the input; None if there are too many or loads can't make one.
+
+    `of_filter`: each tap's sums are apart from others', as in the gradient by the filter.
+    """
     if source.direction == "wgrad" or source.border is None or near_sides(source) is None:
         return None
     gradient = source.direction == "dgrad"
@@ -121,7 +135,7 @@ def regions(source: ConvProblem) -> tuple[Region, ...] | None:
     at_sides = [sum(pair) // stride for pair, stride in zip(zip(*source.border_sizes, strict=True), source.stride, strict=True)]
     if max(at_sides) > MOST_REGIONS:
         return None
-    axes = [list((_gradient_segments if gradient else _segments)(source, axis)) for axis in range(3)]
+    axes = [list(_gradient_segments(source, axis) if gradient else _segments(source, axis, of_filter)) for axis in range(3)]
     if math.prod(map(len, axes)) > 1 + MOST_REGIONS or any(len(one.taps) > MOST_TAPS for one in chain(*axes)):
         return None
     boxes = list(product(*axes))
@@ -138,7 +152,7 @@ def _region(source: ConvProblem, box: tuple[_Segment, ...], dims: int) -> Region
     lowest, highest = CORNERS[dims]
     for i in range(3 - dims, 3):
         upper = low[i] + (size[i] - 1) * stride[i] - (box[i].length - 1)
-        if not lowest <= low[i] <= highest or not lowest <= upper <= highest or max(box[i].offsets) > min(OFFSETS[dims], 255):
+        if not lowest <= low[i] <= highest or not lowest <= upper <= highest or max(box[i].offsets) > min(OFFSETS[dims], MOST_OFFSET):
             return None
     pad, taps = size3([-one.low for one in box]), size3([len(one.taps) for one in box])
     phase = Phase(size, size3([one.origin for one in box]), ones, taps, (0, 0, 0), ones, stride, pad, source.dilation)

@@ -16,11 +16,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from pycuda_conv.engines.addressing import MOST_PIXELS
+from pycuda_conv.engines.addressing import MOST_PIXELS, PackedLayout
 from pycuda_conv.engines.base import ConvProblem, VariantSet, kernel_struct
 from pycuda_conv.engines.costs import costs, together
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, forward_of, pixel_by_pixel
 from pycuda_conv.engines.hopper.common import CLOCK, ROW, image_map, load_base, map_type, most_shared, pixel_cycles, stage_channels
+from pycuda_conv.engines.hopper.dense_borders import Region, in_words, regions
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes
 from pycuda_conv.engines.hopper.wgrad_form import (
     FORM_COST,
@@ -61,10 +62,11 @@ PLANES_TILES = {64: (64,), 128: (64, 128, 192)}
 MOST_FLIPPED = 64
 FLIPPED_TILES: dict[int, dict[int, tuple[int, ...]]] = {2: {128: (64, 128, 192), 256: (192,)}, 4: {128: (64,)}, 8: {128: (64,)}}
 
-CONFIGS, LAYOUTS, RUNS_ON, TENSOR_CORES, MOST_VARIANTS = (WgradNhwc,), ("CHWN", "CNHW"), HOPPER, True, {"cuda": 66}
+CONFIGS, LAYOUTS, RUNS_ON, TENSOR_CORES, MOST_VARIANTS = (WgradNhwc,), ("CHWN", "CNHW"), HOPPER, True, {"cuda": 122}
 ORDER = "FLIPPED", "SPLIT"  # what the order of sums depends on
 COST = costs("hopper.wgrad")
 WgradNhwcArguments = kernel_struct("hopper_wgrad", "WgradNhwcArguments")
+WgradRegion = kernel_struct("hopper_wgrad", "WgradRegion")
 #: The second struct of ``hopper/wgrad.cu``, for flipped tiles.
 FlippedArguments = kernel_struct("hopper_wgrad", "FlippedArguments")
 
@@ -173,7 +175,30 @@ def _max_stages(rows: int, columns: int, size: int) -> int:
     return _ring(WgradNhwc(rows, columns), size).deepest(range(STAGES, 1, -1))
 
 
-def schedule(problem: ConvProblem, config: WgradNhwc, device: Device, with_moments: bool = False) -> Schedule:
+REGIONS = 9, 25  # of a launch
+
+
+def _regions(source: ConvProblem) -> tuple[Region, ...] | None:
+    """The regions of dy where the image of `source` has a border; None if loads can't make them."""
+    found = regions(replace(forward_of(source), direction="fprop"), True)
+    return found if found is not None and len(found) <= REGIONS[-1] else None
+
+
+def adds_border(source: ConvProblem, problem: ConvProblem, config: WgradNhwc) -> bool:
+    """Whether :func:`schedule` takes the image of `source`, which has a border, for the wider one of `problem`."""
+    if config.FLIPPED or in_planes(problem) or fold_level(problem) or TAKES.why_not(problem):
+        return False
+    return not any(array == INPUT for array, _ in channel_copies(problem)) and _regions(source) is not None
+
+
+def border_time(source: ConvProblem, config: WgradNhwc) -> float:
+    """Microseconds that regions take beside the time of the wider image."""
+    return float(COST.REGIONS_TIME)
+
+
+def schedule(
+    problem: ConvProblem, config: WgradNhwc, device: Device, with_moments: bool = False, source: ConvProblem | None = None
+) -> Schedule:
     scratch, seen = Arena(WORKSPACE), as_seen(problem, config)
     parts = scratch.take(4 * config.SPLIT * part_sums(problem, config)) if config.SPLIT > 1 else None
     places: dict[int, BufferSlice] = {INPUT: INPUT, WEIGHT: WEIGHT}
@@ -184,7 +209,7 @@ def schedule(problem: ConvProblem, config: WgradNhwc, device: Device, with_momen
         copies.append(fold_channels.launch(problem, args, buffer, places[buffer]))
 
     def steps(taps_fastest: bool) -> list[list[KernelLaunch]]:
-        product = _product(problem, config, places[INPUT], places[WEIGHT], parts, taps_fastest)
+        product = _product(problem, config, places[INPUT], places[WEIGHT], parts, taps_fastest, source)
         last = []
         if parts:
             apart = taps_fastest and lane_count(config) == 1
@@ -198,7 +223,8 @@ def schedule(problem: ConvProblem, config: WgradNhwc, device: Device, with_momen
 
 
 def _product(
-    problem: ConvProblem, config: WgradNhwc, x: BufferSlice, dy: BufferSlice, parts: BufferSlice | None, taps_fastest: bool
+    problem: ConvProblem, config: WgradNhwc, x: BufferSlice, dy: BufferSlice, parts: BufferSlice | None, taps_fastest: bool,
+    source: ConvProblem | None = None,
 ) -> KernelLaunch:
     """The launch that multiplies: it writes the result, or parts of it."""
     seen = as_seen(problem, config)
@@ -220,6 +246,11 @@ def _product(
         "TYPE": ELEMENTS[problem.dtype], "LIMBS": limbs(problem), "PLANES": int(in_planes(problem)), "FLIPPED": int(config.FLIPPED),
     }
     buffers, structs = ((x, dy), (args, _of_flipped(problem, parts is None, taps_fastest))) if config.FLIPPED else ((), args)
+    if source is not None:
+        of_regions, maps = _of_regions(problem, source, x, dy)
+        stages = of_regions[-1].end
+        structs = args._replace(stages=stages, part=ceil(stages, config.SPLIT)), *of_regions
+        defines["BORDERED"] = len(of_regions)
     grid, size = down * across * packs * config.SPLIT, factor_bytes(problem)
     return KernelLaunch(
         "hopper_wgrad", defines, grid, _threads(config, size), (parts or RESULT, *buffers), (), maps=maps,
@@ -252,6 +283,36 @@ def _maps(problem: ConvProblem, x: BufferSlice, dy: BufferSlice) -> tuple[dict[s
     map_x = replace(image_map(loaded, of_x[0], layout, addressing, stage_channels(problem)), offset=of_x[1], dtype=tensor_map_type(problem))
     map_dy = TensorMap(*of_dy, *sizes, (stage_channels(problem), stage_channels(problem), 1), ROW, tensor_map_type(problem))
     return by_axis("dilation_", addressing.dilation) | load_base(loaded, addressing), (map_dy, map_x)
+
+
+def _of_regions(
+    problem: ConvProblem, source: ConvProblem, x: BufferSlice, dy: BufferSlice
+) -> tuple[tuple[Any, ...], tuple[TensorMap, ...]]:
+    """The arguments and the maps of the regions, with empty ones behind them; `problem`: that of the wider image."""
+    loaded, found, block = as_loaded(problem), _regions(source) or (), stage_channels(problem)
+    size, kind = forward_of(source).input_size, tensor_map_type(problem)
+    layouts = [PackedLayout(True, 0, (1, 1, 1), n, c, block, (1, 1, 1)) for n, c in ((loaded.output_size, loaded.K), (size, loaded.C))]
+    args: list[Any] = []
+    maps: list[list[TensorMap]] = [[], []]
+    end = 0
+    for region in found:
+        phase, ones = region.addressing.phase, (1, 1, 1)
+        own = replace(region.addressing, taps=ones, stride=ones, low=(0, 0, 0))
+        parts = (own, (phase.origin, phase.size)), (region.addressing, (region.first, region.length))
+        end += ceil(loaded.N * math.prod(phase.size), block)
+        words = {name: value for name, value in in_words(region).items() if name.startswith("offsets")}
+        args.append(arguments(WgradRegion, end=end, **words, **_without_dims(load_base(loaded, region.addressing))))
+        for of_array, place, layout, channels, (addressing, part) in zip(maps, (dy, x), layouts, (loaded.K, loaded.C), parts, strict=True):
+            buffer, offset = place if isinstance(place, tuple) else (place, 0)
+            array = replace(loaded, C=channels)
+            made = image_map(array, buffer, layout, addressing, block, part=part)
+            of_array.append(replace(made, offset=made.offset + offset, dtype=kind))
+    more = next(n for n in REGIONS if n >= len(found)) - len(found)
+    return tuple(args + args[-1:] * more), tuple(one for of_array in maps for one in of_array + of_array[-1:] * more)
+
+
+def _without_dims(base: dict[str, int]) -> dict[str, int]:
+    return {name: value for name, value in base.items() if name != "spatial_dims"}
 
 
 def _plane_maps(problem: ConvProblem) -> tuple[dict[str, int], tuple[TensorMap, ...]]:
@@ -310,6 +371,8 @@ def variants(device: Device) -> Iterator[VariantSet]:
                     "TYPE": codes, "LIMBS": (2 if size == 8 else 1,), "PLANES": (0,), "FLIPPED": (int(flipped),),
                 }  # fmt: skip
                 yield VariantSet("hopper_wgrad", choices, arch="sm_90a")
+                if not flipped:
+                    yield VariantSet("hopper_wgrad", choices | {"BORDERED": REGIONS}, arch="sm_90a")
                 if planes:
                     yield VariantSet("hopper_wgrad", choices | {"PLANES": (1,), "TYPE": tuple(ELEMENTS.values())}, arch="sm_90a")
     yield VariantSet("hopper_wgrad_reduce", {"TYPE": (HALF, BFLOAT, FLOAT)})
