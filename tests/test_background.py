@@ -575,8 +575,9 @@ def test_a_call_waits_for_the_text_that_compiles_fastest(empty, monkeypatch):
             quick = background.fastest_to_compile(one, config, empty)
             if cores == 2 or dtype == "float16":
                 assert quick == config
-    assert engines.order(problem, background.fastest_to_compile(problem, chosen, empty)) == engines.order(problem, chosen)
-    assert 2 * background.fastest_to_compile(problem, chosen, empty).tile <= chosen.tile
+    large = max(engines.alternatives(problem, chosen, empty), key=lambda one: one.tile)
+    quick = background.fastest_to_compile(problem, large, empty)
+    assert engines.order(problem, quick) == engines.order(problem, large) and 2 * quick.tile <= large.tile
     small = ImplicitGemm(64, 64, 6)
     assert background.fastest_to_compile(problem, small, empty) == small
 
