@@ -17,7 +17,7 @@ from itertools import chain, product
 
 from pycuda_conv import borders
 from pycuda_conv.engines.addressing import CORNERS, MOST_STRIDE, OFFSETS, PhaseAddressing, size3
-from pycuda_conv.engines.geometry import Phase, near_sides
+from pycuda_conv.engines.geometry import Phase, ceil, near_sides
 from pycuda_conv.problem import ConvProblem, Size3
 
 MOST_TAPS = 8  # along an axis: each has a byte of a word
@@ -132,7 +132,9 @@ def _added_segments(source: ConvProblem, axis: int) -> Iterator[_Segment]:
     numbers = tuple(range(taps))
     shown = borders.rows(words, n, -before, (results - 1) * stride - before + (taps - 1) * dilation + 1)
     yield _Segment(0, results, 0, n, -before, numbers, tuple(tap * dilation for tap in numbers), True)
-    for j in range(results):
+    low = min(ceil(max(before, 0), stride), results)
+    high = max(low, (n - (taps - 1) * dilation + before + stride - 1) // stride)  # from here on places lie behind the image
+    for j in (*range(low), *range(high, results)):
         places = [j * stride - before + tap * dilation for tap in numbers]
         met = [-1 if 0 <= place < n else shown[place + before] for place in places]
         for end in (False, True):  # a place that wraps lies at the other end of the axis
