@@ -160,10 +160,10 @@ def _in_bands(
         up, _, down = device.pipeline_streams()
         source = _Source(device, given, cut, up)
         try:
-            source.bring(cut[0].needed)  # before the rest is prepared
+            source.send(1)  # before the rest is prepared
             result, held = room()
             for number, band in enumerate(cut):
-                source.bring(band.needed)
+                source.bring(number)
                 at = launch(number, source, made)
                 device.order(None, down)
                 copies.to_host(held[band.begin : band.end], at, down)
@@ -224,36 +224,40 @@ def _named(value: Any) -> Hashable:
 
 
 class _Source:
-    """An array that is copied to `memory` on a GPU: ordinary memory goes through two page-locked buffers, which take turns."""
+    """An array that is copied to `memory` on a GPU, as its bands need it: ordinary memory goes through two page-locked buffers by turns."""
 
     def __init__(self, device: Any, array: np.ndarray, cut: Sequence[Band], stream: Any) -> None:
-        self._device, self._array, self._stream, self._there = device, array, stream, 0
+        self._device, self._array, self._cut, self._stream = device, array, cut, stream
         self.memory, self.row_bytes = device.allocate(array.nbytes), array.nbytes // len(array)
         device.order(None, stream)  # the pool's memory may still be in use by the default stream
+        #: an event of each band whose rows are on their way, and how many these are
+        self._events: list[Any] = []
+        self._sent = 0
         self._buffers: list[np.ndarray] = []
-        self._left: list[Any] = [None, None]
         if len(cut) > 1 and not device.is_pinned(array):
             rows = max(band.needed - before for before, band in zip([0, *(band.needed for band in cut)], cut, strict=False))
             self._buffers = [device.pinned_or_ordinary((rows, *array.shape[1:]), array.dtype) for _ in range(2)]
 
-    def bring(self, end: int) -> None:
-        """Let the default stream's later work find all rows before `end` there."""
-        if end <= self._there:
-            return
-        part, at = self._array[self._there : end], int(self.memory) + self._there * self.row_bytes
-        if self._buffers:
-            if self._left[0] is not None:
-                self._left[0].synchronize()
-            held = self._buffers[0][: len(part)]
-            staging.copy(held, (held, part))
-            part = held
-        copies.to_device(at, part, self._stream)
-        if self._buffers:
-            self._left[0] = self._device.recorded(self._stream)
-            self._buffers.reverse()
-            self._left.reverse()
-        self._device.order(self._stream, None)
-        self._there = end
+    def send(self, count: int) -> None:
+        """Begin to copy what the first `count` bands need; page-locked memory is copied a band ahead, so that the bus never waits."""
+        for band in self._cut[len(self._events) : count + (not self._buffers)]:
+            part, at = self._array[self._sent : band.needed], int(self.memory) + self._sent * self.row_bytes
+            if self._buffers and len(part):
+                if len(self._events) > 1:
+                    self._events[-2].synchronize()
+                held = self._buffers[0][: len(part)]
+                staging.copy(held, (held, part))
+                part = held
+                self._buffers.reverse()
+            if len(part):
+                copies.to_device(at, part, self._stream)
+            self._events.append(self._device.recorded(self._stream))
+            self._sent = max(self._sent, band.needed)
+
+    def bring(self, number: int) -> None:
+        """Let the default stream's later work find the rows that a band needs."""
+        self.send(number + 1)
+        self._events[number].hold()
 
 
 def _room(bench: Bench, shape: Sequence[int], output: str, like: Any, target: Any) -> Any:
