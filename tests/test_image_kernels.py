@@ -284,6 +284,14 @@ def test_host_arrays_go_in_bands(monkeypatch, pinned, border):
         called.append(x.dtype)
         return staged.joined(bench, x.astype("float32", copy=False), terms, 0.0, "float32", None, x.shape, run)
 
+    @staged.repeatable
+    def twice(x):
+        return staged.joined(bench, staged.joined(bench, x, terms, 0.0, "float32", None, x.shape, run), terms, 0.0, "float32", None, x.shape, run)
+
+    @staged.repeatable
+    def of_another(x):
+        return staged.joined(bench, x + np.float32(1), terms, 0.0, "float32", None, x.shape, run)
+
     half = np.zeros((200, 60), np.float16)
     for same in range(3):  # the same launches are made again
         got = staged.joined(bench, x, terms, 0.0, "float32", None, x.shape, run) if same < 1 else blurred(x, 2.0)
@@ -291,6 +299,8 @@ def test_host_arrays_go_in_bands(monkeypatch, pinned, border):
         assert not blurred(half, 2.0).any()  # another array is converted first
         np.testing.assert_array_equal(got, launches.passes(on_cpu, x, terms[0], 0.0, "float32"))
         x = x + 1
+        for function in (twice, of_another):  # the last launches alone make another result
+            np.testing.assert_array_equal(function(x), function.__wrapped__(x))
     assert called == ["float16", "float32", "float16", "float16"]
     assert bool(gpu.uses) == (not pinned and border != "wrap")  # the two buffers took turns
     got = staged.joined(bench, x, [terms[0][:1]], 0.0, "float32", None, x.shape, run)

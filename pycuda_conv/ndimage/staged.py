@@ -42,10 +42,9 @@ class Band(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """A call whose bands are a launch each: for another array like `given` they make a result of that shape and type again."""
+    """A call whose bands are a launch each: of another such array they make a result of that shape and type again."""
 
     device: Any
-    given: tuple[str, tuple[int, ...]]
     cut: Sequence[Band]
     tapes: Sequence[Taped]
     shape: tuple[int, ...]
@@ -75,7 +74,7 @@ class _Known(NamedTuple):
 _calls: dict[Hashable, _Known] = {}
 _repeated: dict[Hashable, _Known] = {}
 MOST_CALLS = 64
-#: The last result of each thread, of which nothing keeps it, and how it is made again.
+#: The last result of each thread, which nothing here keeps alive, where the array lies that it was made of, and how it is made again.
 _last = threading.local()
 
 
@@ -134,12 +133,12 @@ def joined(
         result = _in_bands(device, given, cut, room, launch)
         if len(tapes) != len(cut):
             return result
-        known = _Known(device, _like(given), cut, [one._replace(x=None) for one in tapes], tuple(shape), output)
+        known = _Known(device, cut, [one._replace(x=None) for one in tapes], tuple(shape), output)
         _keep(_calls, key, known)
     else:
         result = known.again(given, room)
-    if isinstance(result, np.ndarray) and target is None:
-        _last.made = weakref.ref(result), known
+    if isinstance(x, np.ndarray) and target is None:
+        _last.made = weakref.ref(result), _place(x), known
     return result
 
 
@@ -189,15 +188,16 @@ def repeatable(function: Callable[..., Any]) -> Callable[..., Any]:
             return known.again(input, known.room)
         result = function(input, *args, **options)
         last, _last.made = getattr(_last, "made", None), None
-        if last is not None and name is not None and last[0]() is result and last[1].given == _like(input):
-            _keep(_repeated, name, last[1])
+        if last is not None and name is not None and last[0]() is result and last[1] == _place(input):
+            _keep(_repeated, name, last[2])
         return result
 
     return called
 
 
-def _like(array: np.ndarray) -> tuple[str, tuple[int, ...]]:
-    return array.dtype.str, array.shape
+def _place(array: np.ndarray) -> tuple[int, str, tuple[int, ...]]:
+    """What tells an array that is alive from others."""
+    return array.__array_interface__["data"][0], array.dtype.str, array.shape
 
 
 def _name(function: Any, input: np.ndarray, args: Sequence[Any], options: Mapping[str, Any]) -> Hashable:
@@ -205,14 +205,16 @@ def _name(function: Any, input: np.ndarray, args: Sequence[Any], options: Mappin
     if input.nbytes < LEAST_BAND or not input.flags.c_contiguous or not input.dtype.isnative:
         return None
     try:
-        return function, _like(input), _named(args), tuple((key, _named(value)) for key, value in options.items())
+        return function, input.dtype.str, input.shape, _named(args), tuple((key, _named(value)) for key, value in options.items())
     except TypeError:
         return None
 
 
 def _named(value: Any) -> Hashable:
-    """An argument by its value and type, as 1, 1.0 and True differ."""
-    if type(value) in (int, float, str, bool, NoneType):
+    """An argument by its value and type, as 1, 1.0 and True differ, and 0.0 and -0.0."""
+    if type(value) is float:
+        return float, value.hex()
+    if type(value) in (int, str, bool, NoneType):
         return type(value), value
     if type(value) in (tuple, list):
         return tuple(map(_named, value))
