@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import pycuda_conv.nn as pn
-from pycuda_conv.nn import routing
+from pycuda_conv.nn import modules, routing
 
 nn, F = torch.nn, torch.nn.functional
 
@@ -266,6 +266,16 @@ def test_methods_of_a_class_are_replaced(kind, name, monkeypatch):
         torch.testing.assert_close(model(x), expected + 1)
     monkeypatch.undo()
     torch.testing.assert_close(ours(x), expected)
+
+
+def test_a_method_that_was_replaced_before_is_never_taken_for_torch_s():
+    assert modules._torchs(nn.Conv2d, "_conv_forward") is nn.Conv2d._conv_forward
+
+    class Patched(nn.Conv2d):
+        def _conv_forward(self, *args):
+            return super()._conv_forward(*args)
+
+    assert modules._torchs(Patched, "_conv_forward") is modules._torchs(Patched, "forward") is modules._nobodys
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import os
+import random
 import re
 import subprocess
 import sys
@@ -33,7 +34,7 @@ from pycuda_conv.runtime.opencl import OpenCLDevice
 from pycuda_conv.timing import Effort
 from pycuda_conv.tools import bench, oracle, report, suite, terminal, training, verify
 from pycuda_conv.tools.benchmarks import hostbench
-from pycuda_conv.tools.floors import floor, for_plain_units, plain_floor, tensor_floor
+from pycuda_conv.tools.floors import _places, floor, for_plain_units, plain_floor, tensor_floor
 from pycuda_conv.tools.oracle import compare, reference, torch_for
 from pycuda_conv.tools.report import Row, geometric_mean
 from pycuda_conv.tools.terminal import FAILED, OK, UNUSABLE, ToolError
@@ -153,6 +154,15 @@ def test_floors_are_those_of_the_design_notes(words):
     assert floor(_layer(words, "tf32-nhwc"), tensor_cores=True) == one and floor(_layer(words, "bf16"), tensor_cores=True) == packed_half
     # the tensor cores could do it: what another engine makes of it is held against that
     assert floor(_layer(words, "fp32"), tensor_cores=False) == three
+
+
+def test_places_are_counted_as_one_by_one():
+    generator = random.Random(1)
+    for _ in range(300):
+        size, first, *numbers = (generator.randint(*ends) for ends in ((1, 30), (-12, 2), (1, 9), (1, 5), (1, 9), (1, 5)))
+        few, many = numbers[:2], numbers[2:]
+        every = {first + i * few[1] + j * many[1] for i in range(few[0]) for j in range(many[0])}
+        assert _places(size, first, few, many) == _places(size, first, many, few) == len(every & set(range(size)))
 
 
 def test_what_is_for_the_plain_units():
