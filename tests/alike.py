@@ -19,16 +19,6 @@ from pycuda_conv.runtime.base import kernel_file
 from pycuda_conv.tools import families
 
 
-def first_runs(runs: Iterable[tuple], text_of: Callable[..., tuple]) -> list:
-    """The first run of each text and of each case."""
-    found, met = [], set()
-    for run in runs:
-        new = {text_of(*run), str(run[0])} - met
-        met |= new
-        found += [run] if new else []
-    return found
-
-
 def paired(runs: Iterable[tuple]) -> list[tuple]:
     """As many runs as have each case in each of its modes, and each configuration in each of them."""
     found, met = [], set()

@@ -230,15 +230,6 @@ def assert_exact(got: np.ndarray, ref: np.ndarray, what: Any = "") -> None:
         pytest.fail(f"{what}: {wrong.sum()} of {wrong.size} elements differ, first at {at}: got {got[at]}, expected {expected[at]}")
 
 
-def assert_lost_alike(got: np.ndarray, ref: np.ndarray, magnitude: np.ndarray, value: float) -> None:
-    """What `value` in an operand makes Inf or NaN in a sum is the same in float32 results, and only that; the others are right."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        expected = ref.astype("f")
-        lost = ~np.isfinite(expected)
-        assert np.array_equal(got[lost], expected[lost], equal_nan=True) and lost.any() == (value != 3e38 or np.isinf(expected).any())
-        assert (abs(got - ref)[~lost] <= 2.0**-22 * magnitude[~lost]).all()
-
-
 def assert_close(got: np.ndarray, ref: np.ndarray, bound: np.ndarray, what: Any = "") -> None:
     """|got - ref| <= bound everywhere; NaN fails."""
     assert got.shape == ref.shape, f"{what}: shape {got.shape}, expected {ref.shape}"

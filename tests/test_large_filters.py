@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from cases import blocks as of_blocks
-from reference import TINY, assert_alike, assert_close, fprop, run
+from cases import library_fft as of_library
+from reference import DISTRIBUTIONS, TINY, assert_alike, assert_close, by_turns, check, fprop, run
 
 from pycuda_conv import ConvProblem, Plan, engines
 from pycuda_conv.engines import BlockFft, LibraryFft
@@ -83,6 +85,36 @@ def test_an_inf_costs_the_sums_of_its_windows(device):
     assert 31 * 31 <= listed(plan("blocks", device, case), x, w, b)[1] <= 3 * 31 * 31
 
 
+LARGE = fprop((1, 1, 150, 170), (1, 1, 31, 31), padding=15)
+FIRST, SECOND, _, BACK, *_ = of_blocks.SHAPES
+RUNS = [
+    *(("library", *one) for one in by_turns([LARGE, *(of_library.SHAPES[i] for i in (1, 3, 9))], DISTRIBUTIONS, rounds=2)),
+    *(("blocks", *one) for one in by_turns([LARGE, SECOND, BACK, LINE], DISTRIBUTIONS, rounds=2)),
+    *(("blocks", VOLUME, kind) for kind in ("sky", "one large")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("engine", "case", "kind"), RUNS, ids=str)
+def test_elements_are_right_for_all_kinds_of_numbers(device, engine, case, kind):
+    """Closer to float64 than a sum in float32: half a rounding of the result, and of the sum of magnitudes."""
+    x, w, b = case.drawn(kind)
+    ref, magnitude = case.reference(x, w, b), case.reference(abs(x), abs(w), b)
+    assert_close(run(plan(engine, device, case), x, w, b), ref, 2.0**-23 * magnitude + TINY["float32"], kind)
+
+
+@pytest.mark.parametrize("value", [np.inf, 3e38, np.nan])
+@pytest.mark.parametrize(("engine", "case", "zeros"), [("library", of_library.SHAPES[0], 30), ("blocks", SECOND, 60)], ids=str)
+def test_what_is_not_finite_in_a_filter(device, engine, case, zeros, value):
+    """It is multiplied with zeros, too."""
+    x, w, b = case.normals("float32")
+    x[..., :zeros] = 0
+    w[1, 0, 3, 5] = value
+    inner = ..., slice(7, -7), slice(7, -7)  # the reference multiplies by padding too
+    with np.errstate(all="ignore"):
+        ref, magnitude = case.reference(x, w, b)[inner], case.reference(abs(x), abs(w), abs(b))[inner]
+        assert_alike(run(plan(engine, device, case), x, w, b)[inner], ref, 2.0**-22 * magnitude, value)
+
+
 @pytest.mark.parametrize(("engine", "case"), [*((engine, CASE) for engine in CONFIGS), ("blocks", LINE), ("blocks", VOLUME)], ids=str)
 def test_zeros_inf_and_nan(device, engine, case):
     x, w, b = case.normals("float32")
@@ -118,7 +150,6 @@ def test_a_worse_transform_is_noticed(device, monkeypatch, engine):
 # ---- the filter's spectrum, kept
 
 
-
 @pytest.mark.parametrize(("case", "lengths"), list(of_blocks.SHAPES.items())[1:3], ids=str)
 def test_a_gpu_s_launches_with_a_packed_filter(case, lengths):
     """What a GPU launches, on OpenCL: filters' spectra are made once, in a buffer of their own."""
@@ -148,3 +179,23 @@ def test_filters_are_packed_alike_for_all_sizes_of_images():
     assert blocks.filter_key(small, config) == blocks.filter_key(large, config) != blocks.filter_key(small, other)
     row, line = ConvProblem.forward(2, (1, 1, 9, 900), (1, 1, 1, 99)), ConvProblem.forward(1, (1, 1, 900), (1, 1, 99))
     assert blocks.filter_key(row, other) != blocks.filter_key(line, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("engine", "case"), [("blocks", FIRST), ("blocks", SECOND), ("library", of_library.SHAPES[0])], ids=str)
+def test_a_kept_filter_a_stream_and_a_captured_graph_on_a_gpu(engine, case):
+    x, w, b = (None if a is None else torch.from_numpy(a).cuda() for a in case.normals("float32"))
+    made = plan(engine, "cuda:0", case)
+    expected = made(x, w, b)
+    check(case, expected.cpu().numpy(), *case.normals("float32"))
+    assert torch.equal(made.bind(w, b)(x), expected)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        assert torch.equal(made(x, w, b), expected)
+    side.synchronize()
+    graph, out = torch.cuda.CUDAGraph(), torch.empty_like(expected)
+    with torch.cuda.graph(graph):
+        made(x, w, b, out=out)
+    out.fill_(float("nan"))
+    graph.replay()
+    assert torch.equal(out, expected)

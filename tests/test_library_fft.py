@@ -17,6 +17,7 @@ from pycuda_conv.runtime.opencl import why_not as why_no_opencl
 from pycuda_conv.runtime.target import Target
 from pycuda_conv.runtime.transforms import gpu as gpu_transforms
 from pycuda_conv.runtime.transforms import host as host_transforms
+from pycuda_conv.signal import fftconvolve
 from pycuda_conv.tools import oracle
 
 CONFIG = LibraryFft()
@@ -33,21 +34,39 @@ def plan(case, device, dtype="float32", **more):
     return Plan(case.problem(dtype, **more), device, config=CONFIG)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_results_are_rounded_once(device, case):
-    """Closer to float64 than any sum in float32: half a rounding of the result, and of the sum of magnitudes."""
-    x, w, b = case.normals("float32")
-    ref = case.reference(x, w, b)
-    magnitude = case.reference(abs(x), abs(w), None if b is None else abs(b))
-    assert_close(run(plan(case, device), x, w, b), ref, 2.0**-23 * magnitude)
-
-
 def test_a_filter_of_100001_taps(device):
     rng = np.random.default_rng(2)
     x, w = rng.standard_normal(120000).astype("f"), rng.standard_normal(100001).astype("f")
     got = pc.conv1d(x[None, None], w[None, None], device=device)[0, 0]
     ref = np.correlate(x.astype("d"), w.astype("d"), "valid")
     assert abs(got - ref).max() <= 1e-7 * abs(ref).max()
+
+
+@on_the_host
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("algorithm", ["fft", None])
+@pytest.mark.parametrize(("name", "options"), [("conv2d", {"stride": 3, "dilation": 2, "padding": 12}), ("conv_transpose2d", {"stride": 2, "dilation": 3})])
+def test_inf_and_nan_between_taps_meet_nothing(algorithm, name, options, value):
+    rng = np.random.default_rng(1)
+    x, w = rng.standard_normal((1, 1, 60, 63)), rng.standard_normal((1, 1, 15, 15))
+    x[0, 0, 30, 40] = value
+    want = getattr(torch.nn.functional, name)(torch.from_numpy(x), torch.from_numpy(w), **options).numpy()
+    with np.errstate(all="ignore"):
+        got = getattr(pc, name)(x.astype("f"), w.astype("f"), algorithm=algorithm, device="opencl", **options)
+    np.testing.assert_allclose(got, want, atol=1e-4)
+
+
+@on_the_host
+@pytest.mark.parametrize("mode", ["full", "same", "valid"])
+@pytest.mark.parametrize("shapes", [((500,), (450,)), ((40, 50), (39, 30)), ((20, 12, 31), (9, 11, 8))], ids=str)
+def test_what_is_met_behind_the_end_are_the_zeros_in_front(mode, shapes):
+    """The transforms of a whole image are no longer than its results or what they meet."""
+    signal = pytest.importorskip("scipy.signal")
+    x, w = (np.random.default_rng(2).standard_normal(shape) for shape in shapes)
+    got = fftconvolve(x, w, mode, device="opencl")
+    np.testing.assert_allclose(got, signal.fftconvolve(x, w, mode), atol=1e-11)
+    size, reach, wanted = 1000, 1000, 1999
+    assert library_fft._whole(size, 1, 1 - reach, reach, wanted, 1) == 2000 < 3000
 
 
 LARGE = fprop((1, 1, 150, 170), (1, 1, 31, 31), padding=15)
@@ -225,7 +244,10 @@ def test_lengths_have_small_factors_and_hold_the_filter():
         assert rest == 1 and n <= length <= 1.15 * n + 1
     for case in CASES:
         args = library_fft.transforms(case.problem().launched)
-        assert all(u + r - 1 <= n and u % s == 0 for u, r, n, s in zip(args.used, args.reach, args.length, args.stride, strict=True))
+        each = zip(args.used, args.reach, args.length, args.stride, args.first, args.blocks, strict=True)
+        for used, reach, length, stride, first, blocks in each:
+            around = max(0, -first) if blocks == 1 else 0  # what is met behind the end are the zeros in front
+            assert max(used, reach, used + reach - 1 - around) <= length and used % stride == 0
 
 
 @on_the_host

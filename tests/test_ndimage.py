@@ -344,7 +344,7 @@ def test_other_libraries_arrays_are_refused_by_name():
 
 @pytest.mark.parametrize(("name", "dtype", "options", "expected"), [
     ("fftconvolve", "float64", {}, {"fft"}), ("oaconvolve", "complex128", {}, {"fft"}), ("convolve", "float64", {}, {"fft"}),
-    ("fftconvolve", "float32", {}, {None}), ("convolve", "int64", {}, set()), ("correlate", "float64", {"method": "direct"}, set()),
+    ("fftconvolve", "float32", {}, {"fft"}), ("convolve", "int64", {}, set()), ("correlate", "float64", {"method": "direct"}, set()),
     ("convolve2d", "float64", {}, set()),
 ])  # fmt: skip
 def test_transforms_of_doubles_are_as_right_as_scipys(monkeypatch, name, dtype, options, expected):

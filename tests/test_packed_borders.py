@@ -256,6 +256,15 @@ def test_gradients_of_filters_sum_region_by_region(seed):
     given.check(config, seeds=(seed,), filter_last=bool(seed % 2))
 
 
+@pytest.mark.parametrize("direction", ["dgrad", "wgrad"])
+def test_planes_are_transposed_before_their_border_is_put_in(direction):
+    given = Given(np.random.default_rng(5), direction, (2, 64, 7, 6), (64, 64, 3, 3), ((1, 1),) * 2, (("reflect", "circular"),) * 2, most=1, dtype="float16")
+    inner = engines.DenseNhwc(64, 64, 2) if direction == "dgrad" else engines.WgradNhwc(64, 64, 2, 2)
+    config = engines.ViaNhwc(str(engines.Bordered(str(inner))))
+    assert not {*COPIES, "border_planes_fold", "border_fold"} & set(given.kernels(config))
+    given.check(config)
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_toeplitz_tiles_fill_the_columns_beside_their_rows(seed):
     """Planes of even and odd widths, several in a block, strides, dilations, several filters a channel; sums that are no numbers."""

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import simt
 from alike import check_epilogue
-from awkward import BASE
 from modes import asked, dtype_of, ids_of
-from reference import ACTIVATIONS, DTYPES, EPS, Case, assert_close, assert_exact, dgrad, fprop
+from reference import ACTIVATIONS, EPS, Case, assert_close, assert_exact, dgrad, fprop
 
 from pycuda_conv.engines import split_sum
 from pycuda_conv.engines.direct.gemm import Gemm
@@ -22,7 +21,6 @@ from pycuda_conv.engines.hopper.pointwise import Pointwise
 from pycuda_conv.engines.layout import cast as casting
 from pycuda_conv.engines.nn import batch_norm
 from pycuda_conv.engines.schedule import Moments
-from pycuda_conv.runtime.base import TensorMap
 
 pytestmark = pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
 
@@ -251,72 +249,6 @@ def test_casts(shape, dtype):
         assert all(np.array_equal(found[2 * i + 1].view("f"), array.astype(dtype).astype("f").ravel()) for i, array in enumerate(arrays))
 
 
-# ---- products of operands that both have rows along m and n, as a gradient of the filter multiplies them
-
-ALONG_ROWS = """
-#define WGMMA_N COLUMNS
-#include "hopper/wgmma.cuh"
-// one block of 128: sums[m][n] of a[k][m] and b[k][n], 64 of k, in blocks of SPAN bytes along m and n
-constexpr int WIDE = SPAN / 2, BLOCK = 64 * SPAN;
-DEVICE uint64_t described(uint32_t address) {
-  return (uint64_t)(SPAN == 128 ? 1 : SPAN == 64 ? 2 : 3) << 62 | (uint64_t)(8 * SPAN / 16) << 32 | (uint64_t)(BLOCK / 16) << 16 | address >> 4;
-}
-extern "C" __global__ void along_rows(const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b, float* sums) {
-  extern __shared__ uint8_t dynamic[];
-  __shared__ alignas(8) uint64_t barrier;
-  const uint32_t a = (shared_address(dynamic) + 1023) & ~1023u, b = a + 64 / WIDE * BLOCK;
-  constexpr int BLOCKS = (WGMMA_N + WIDE - 1) / WIDE;
-  if (threadIdx.x == 0) {
-    barrier_init(shared_address(&barrier), 1);
-    barrier_init_done();
-  }
-  __syncthreads();
-  AFTER_LAST_LAUNCH
-  if (threadIdx.x == 0) {
-    barrier_expect(shared_address(&barrier), (64 / WIDE + BLOCKS) * BLOCK);
-    for (int i = 0; i < 64 / WIDE; ++i) load_box(a + i * BLOCK, &map_a, shared_address(&barrier), i * WIDE, 0, 0);
-    for (int i = 0; i < BLOCKS; ++i) load_box(b + i * BLOCK, &map_b, shared_address(&barrier), i * WIDE, 0, 0);
-  }
-  barrier_wait(shared_address(&barrier), 0);
-  float sum[WGMMA_N / 2];
-  wgmma_fence();
-#pragma unroll
-  for (int k = 0; k < 4; ++k) wgmma<TYPE, 1, 1>(sum, described(a) + k * (16 * SPAN / 16), described(b) + k * (16 * SPAN / 16), k > 0);
-  wgmma_commit();
-  wgmma_wait<0>();
-  wgmma_arrived(sum);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  for (int i = 0; i < WGMMA_N / 2; ++i)
-    sums[(16 * warp + lane / 4 + 8 * (i / 2 % 2)) * WGMMA_N + i / 4 * 8 + 2 * (lane % 4) + i % 2] = sum[i];
-}
-"""
-
-
-@pytest.mark.parametrize(
-    ("dtype", "columns", "span"), [("float16", 128, 128), ("bfloat16", 96, 128), ("float16", 96, 64), ("float16", 48, 32)]
-)
-def test_both_operands_along_their_rows(dtype, columns, span):
-    if dtype not in DTYPES:
-        pytest.skip("numpy does not know bfloat16 here")
-    rng = np.random.default_rng(columns)
-    a, b = (rng.integers(-8, 9, (64, n)).astype(dtype) for n in (64, columns))
-    memory = SimpleNamespace(buffers=[np.frombuffer(v.tobytes(), np.uint8) for v in (a, b, np.full((64, columns), np.nan, np.float32))])
-    maps = tuple(
-        TensorMap(i, 0, (v.shape[1], 64, 1), (2 * v.shape[1], 128 * v.shape[1]), (span // 2, 64, 1), span, dtype) for i,
-        v in enumerate((a, b))
-    )
-    source = f'#define COLUMNS {columns}\n#define SPAN {span}\n#define TYPE {16 if dtype == "float16" else 17}\n{ALONG_ROWS}'
-    step = SimpleNamespace(
-        kernel="along_rows", source=lambda: source, maps=maps, buffers=(2,), numbers=(), grid=1, block=128,
-        shared=1024 + 128 * (64 + columns + 64)
-    )
-    simt.run([[step]], memory)
-    assert_exact(memory.buffers[2].view(np.float32).reshape(64, columns), a.T.astype(float) @ b.astype(float))
-
-
-# ---- what is broken is found
-
-
 @pytest.mark.parametrize(
     ("read", "said"),
     [("x[-1]", "reads 4 bytes at -4 of buffer 0, which has 36"), ("x[9]", "reads 4 bytes at 36 of buffer 0, which has 36"), ("float4(*(const float4*)(x + 1)).x", "reads 16 bytes at .*, which is no multiple of 16")],
@@ -328,24 +260,3 @@ def test_reads_beside_an_array_and_askew_are_found(read, said):
     step = SimpleNamespace(kernel="reads", source=lambda: source, maps=(), buffers=(0, 1), numbers=(), grid=1, block=32, shared=0)
     with pytest.raises(simt.Wrong, match=said):
         simt.run([[step]], SimpleNamespace(buffers=[np.zeros(36, np.uint8), np.zeros(4, np.uint8)]))
-
-
-DENSE_RUN = (fprop((2, 136, 7, 5), (9, 136, 3, 2), padding=(1, 0)), "fp16 last", DenseNhwc(64, 32, 3))
-STORE_RUN = (BASE, "fp16 last", ImplicitGemm(64, 64, 4))  # it writes boxes
-READS, WRITES = "which a pending product or store still reads", "which a thread wrote without a fence"
-BROKEN = [  # (what is run, what the kernel's text has, what stands there instead, what is said of it)
-    (DENSE_RUN, "ring.wait_empty(at);", "", "more than its 1 arrivals"),
-    (DENSE_RUN, "ring.wait_full(at);", "", f"a load has not brought yet|{READS}"),
-    (DENSE_RUN, "if (behind == 0 || follows) give_back(at, behind);", "", "deadlock:\n  block 0, threads 0 to 127: wait for mbarrier 0 at 1024, parity 1; it has had 1 phases, and lacks 1 arrivals"),
-    (DENSE_RUN, "wgmma_wait<behind>();", "wgmma_wait<behind + 1>();", READS),
-    (DENSE_RUN, "  wgmma_wait<0>();\n", "\n", "ends with products that it did not wait for|elements differ"),
-    (DENSE_RUN, "min(16, (int)shape.pixels - pixel)", "16", "writes .* bytes at .* of buffer 3, which has"),
-    (STORE_RUN, "  fence_for_bulk();\n  named_barrier", "  named_barrier", WRITES),
-    (STORE_RUN, "  if (TENSOR_STORE && threadIdx.x % 128 == 0) bulk_wait_read<0>();", "", "ends with bulk stores that it did not wait for"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("ran", "text", "other", "said"), BROKEN, ids=[text.strip() for _, text, _, _ in BROKEN])
-def test_a_broken_kernel_is_found(ran, text, other, said):
-    with pytest.raises((AssertionError, pytest.fail.Exception), match=said):
-        check(*ran, broken=(text, other))

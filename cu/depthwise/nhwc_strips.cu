@@ -70,16 +70,21 @@ typedef struct DepthwiseStripsArguments {
     const GLOBAL_MEM data_t* line = from;                                                                           \
     if ((unsigned)h >= (unsigned)(int)arg.h) { /* alike for all of the block's threads */                           \
       TO_NEAR_PIXEL(of_row, (int)arg.h, h)                                                                          \
-      line = x + (((long_t)n * (int)arg.h + of_row) * x_row + c);                                                   \
+      line = from + (long_t)(of_row - h) * x_row;                                                                   \
     }                                                                                                               \
     if (wanted && !filled && inside) { /* most threads */                                                           \
-      _Pragma("unroll") for (int j = 0; j < COLUMNS; ++j) (row)[j] = CHANNELS(line + own_column, j * c_all);         \
-    } else {                                                                                                        \
-    const int of_pixels = wanted && !filled ? pixels : 0, of_value = filled == 1 ? ~zeros : ~zeros & ~pixels; \
-    _Pragma("unroll") for (int j = 0; j < COLUMNS; ++j) {                                                           \
-      (row)[j] = of_value >> j & 1 ? filled_channels(BITS_TO_ACC(arg.value)) : NO_CHANNELS;                         \
-      if (of_pixels >> j & 1) (row)[j] = CHANNELS(line, column[j]);                                                 \
-    }                                                                                                               \
+      _Pragma("unroll") for (int j = 0; j < COLUMNS; ++j) (row)[j] = CHANNELS(line, j * c_all);                      \
+    } else { /* what stands there is found once more for each row: no registers keep it */                          \
+      _Pragma("unroll") for (int j = 0; j < COLUMNS; ++j) {                                                         \
+        int col = w0 + j, shows = filled;                                                                           \
+        {                                                                                                           \
+          int filled = shows;                                                                                       \
+          TO_NEAR_PIXEL(col, w_end, w)                                                                              \
+          shows = filled;                                                                                           \
+        }                                                                                                           \
+        (row)[j] = shows == 1 ? filled_channels(BITS_TO_ACC(arg.value)) : NO_CHANNELS;                              \
+        if (wanted && !shows) (row)[j] = CHANNELS(line, (col - w0) * c_all);                                        \
+      }                                                                                                             \
     }                                                                                                               \
     from += x_row;                                                                                                  \
   }
@@ -108,28 +113,14 @@ KERNEL LAUNCH_BOUNDS(THREADS, BLOCKS) void depthwise_nhwc_strips(const GLOBAL_ME
   const int p0 = strip * (int)arg.rows, rows = p_end - p0 < (int)arg.rows ? p_end - p0 : (int)arg.rows, steps = (rows - 1) * STRIDE + R;
   const int h0 = p0 * STRIDE - (int)arg.pad_h, w0 = q0 * STRIDE - (int)arg.pad_w;
 #if BORDERED
-  // offsets of the columns of x, or of those that they show; which columns are pixels, and which are zeros
-  int column[COLUMNS], pixels = 0, zeros = 0;
-  const int inside = w0 >= 0 && w0 + COLUMNS <= w_end, own_column = w0 * c_all;
-#pragma unroll
-  for (int j = 0; j < COLUMNS; ++j) {
-    int col = w0 + j, filled = 0;
-    TO_NEAR_PIXEL(col, w_end, w)
-    column[j] = col * c_all;
-    pixels |= (filled ? 0 : 1) << j;
-    zeros |= (filled == 2 ? 1 : 0) << j;
-  }
+  const int inside = w0 >= 0 && w0 + COLUMNS <= w_end;
 #else
   const int h_stop = h0 + steps < (int)arg.h ? h0 + steps : (int)arg.h;
 #endif
   const index_t y_row = (index_t)q_end * k_all;
   const long_t x_row = (long_t)w_end * c_all;
   // the next row to load, which may be far above the image, and the next to store
-#if BORDERED
-  const GLOBAL_MEM data_t* from = x + (((long_t)n * (int)arg.h + h0) * x_row + c);
-#else
   const GLOBAL_MEM data_t* from = x + (((long_t)n * (int)arg.h + h0) * x_row + (long_t)w0 * c_all + c);
-#endif
   index_t to = ((index_t)n * p_end + p0) * y_row + (index_t)q0 * k_all + k;
   Channels coming[AHEAD][COLUMNS];
 #pragma unroll

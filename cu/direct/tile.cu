@@ -123,7 +123,6 @@ WITHIN_KERNEL int in_tile(int at, int origin, int size) { return at < origin ? 0
   const int begin = in_tile((int)(first), origin, size), many = in_tile((int)(first) + (int)(count), origin, size) - begin;
 #define WITHIN(i, begin, many) ((unsigned)((i) - (begin)) < (unsigned)(many))
 #endif
-#define EDGES 2  // places outside of x that a thread loads first
 #define AT_MOST(a, b) ((a) < (b) ? (a) : (b))
 #define AT_LEAST_0(a) ((a) > 0 ? (a) : 0)
 #define THREADS (TILE_P / ROWS * TILE_Q)
@@ -167,34 +166,34 @@ KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void direct_tile(const GLOBAL_MEM in_t* R
   } else if (OF_LAYER(BORDERED, bordered)) {
     const index_t first = (n * (index_t)c_all + OVER(k, k_all / c_all, by_multiplier)) * (h_end * w_end);
     const acc_t value = BITS_TO_ACC(arg.value);
-    // the places outside of x that results of the plane read: rows above and below of x, then columns beside it. A thread loads its first EDGES of them
-    // before, and the others after what lies inside of x, so that all loads are under way at once.
+    // the places outside of x that results of the plane read: rows above and below of x, and columns beside it. A thread loads its first one of each
+    // before, and the others after what lies inside of x, so that nearly all loads are under way at once.
     const int wide = AT_MOST(HALO_W, (AT_MOST(TILE_Q, q_end - tile_q) - 1) * STRIDE_W + (S - 1) * DIL_W + 1);
     const int high = AT_MOST(HALO_H, (AT_MOST(TILE_P, p_end - tile_p) - 1) * STRIDE_H + (R - 1) * DIL_H + 1);
     const int above = AT_MOST(h0 < 0 ? -h0 : 0, high), before = AT_MOST(w0 < 0 ? -w0 : 0, wide);
     const int rows = AT_LEAST_0(AT_MOST(h_end - h0, high) - above), columns = AT_LEAST_0(AT_MOST(w_end - w0, wide) - before);
-    const int beside = wide - columns, outer = (high - rows) * wide, outside = outer + rows * beside;
-#define LOAD_EDGE(TO, i, v, place)                                                                              \
-  {                                                                                                             \
-    const int across_ = (i) < outer ? wide : beside, from_ = (i) < outer ? 0 : outer;                           \
-    int down_ = (int)(((float)((i) - from_) + 0.5f) / (float)across_), right_ = (i) - from_ - down_ * across_; /* exact: a block's places are few */ \
-    if ((i) < outer) down_ += down_ < above ? 0 : rows;                                                         \
-    else down_ += above, right_ += right_ < before ? 0 : columns;                                               \
-    int h_ = h0 + down_, col_ = w0 + right_, filled = 0;                                                        \
-    TO(h_, h_end, h)                                                                                            \
-    TO(col_, w_end, w)                                                                                          \
-    v = LOAD_X(x, first + h_ * w_end + col_); /* always inside: no load waits for a branch */                   \
-    v = filled ? (filled == 1 ? value : 0) : v;                                                                 \
-    place = down_ * HALO_W + right_;                                                                            \
+    const int beside = wide - columns, of_columns = rows * beside;
+#define LOAD_PLACE(TO, down, right, v, place)                                  \
+  {                                                                            \
+    int h_ = h0 + (down), col_ = w0 + (right), filled = 0;                      \
+    TO(h_, h_end, h)                                                           \
+    TO(col_, w_end, w)                                                         \
+    v = LOAD_X(x, first + h_ * w_end + col_); /* always inside: no load waits for a branch */ \
+    v = filled ? (filled == 1 ? value : 0) : v;                                \
+    place = (down) * HALO_W + (right);                                         \
   }
-    acc_t edge[EDGES];
-    int edge_at[EDGES];
-    const int near = OF_LAYER(BORDERED, bordered) == 1;
-    if (near) {
-#pragma unroll
-      for (int e = 0; e < EDGES; ++e)
-        if (LID_0 + e * THREADS < outside) LOAD_EDGE(TO_NEAR_PIXEL, LID_0 + e * THREADS, edge[e], edge_at[e])
-    }
+// Place i of the columns, row by row; and the n-th of the rows.
+#define LOAD_COLUMN(TO, i, v, place)                                                                        \
+  {                                                                                                         \
+    const int down_ = beside == 2 ? (i) >> 1 : beside == 1 ? (i) : (i) / beside, right_ = (i) - down_ * beside; \
+    LOAD_PLACE(TO, above + down_, right_ < before ? right_ : right_ + columns, v, place)                    \
+  }
+#define OUTER_ROW(n) ((n) < above ? (n) : (n) + rows)
+    const int near = OF_LAYER(BORDERED, bordered) == 1, loads_column = near && LID_0 < of_columns, loads_row = near && LID_0 < wide && high > rows;
+    acc_t of_column = 0, of_row = 0;
+    int column_at = 0, row_at = 0;
+    if (loads_column) LOAD_COLUMN(TO_NEAR_PIXEL, LID_0, of_column, column_at)
+    if (loads_row) LOAD_PLACE(TO_NEAR_PIXEL, OUTER_ROW(0), LID_0, of_row, row_at)
 #pragma unroll 8
     for (int i = LID_0; i < HALO_H * HALO_W; i += THREADS) {
       const int down = HALO_ROW(i), h = h0 + down, col = w0 + i - down * HALO_W, there = h >= 0 && h < h_end && col >= 0 && col < w_end;
@@ -202,24 +201,19 @@ KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void direct_tile(const GLOBAL_MEM in_t* R
       if (there) v = LOAD_X(x, corner + (index_t)down * (w_end - HALO_W) + i);
       if (there) tile[i] = v;
     }
-    if (near) {
-#pragma unroll
-      for (int e = 0; e < EDGES; ++e)
-        if (LID_0 + e * THREADS < outside) tile[edge_at[e]] = edge[e];
-      for (int i = LID_0 + EDGES * THREADS; i < outside; i += THREADS) {
-        acc_t v;
-        int place;
-        LOAD_EDGE(TO_NEAR_PIXEL, i, v, place)
-        tile[place] = v;
-      }
-    } else {
-      for (int i = LID_0; i < outside; i += THREADS) {
-        acc_t v;
-        int place;
-        LOAD_EDGE(TO_MAPPED_PIXEL, i, v, place)
-        tile[place] = v;
-      }
+    if (loads_column) tile[column_at] = of_column;
+    if (loads_row) tile[row_at] = of_row;
+    for (int i = LID_0 + (near ? THREADS : 0); i < of_columns; i += THREADS) {
+      if (near) LOAD_COLUMN(TO_NEAR_PIXEL, i, of_column, column_at)
+      else LOAD_COLUMN(TO_MAPPED_PIXEL, i, of_column, column_at)
+      tile[column_at] = of_column;
     }
+    for (int n = 0; n < high - rows; ++n)
+      for (int i = LID_0 + (near && n == 0 ? THREADS : 0); i < wide; i += THREADS) {
+        if (near) LOAD_PLACE(TO_NEAR_PIXEL, OUTER_ROW(n), i, of_row, row_at)
+        else LOAD_PLACE(TO_MAPPED_PIXEL, OUTER_ROW(n), i, of_row, row_at)
+        tile[row_at] = of_row;
+      }
   } else
 #pragma unroll 8
   for (int i = LID_0; i < HALO_H * HALO_W; i += THREADS) {

@@ -186,12 +186,6 @@ def unsupported_by(declared: Any, device: Device) -> str | None:
     return None if runs_on is None else runs_on.why_not(device)
 
 
-def _why_not(engine: Any, problem: ConvProblem) -> str | None:
-    """What its declaration TAKES says of a problem, whatever the configuration."""
-    reason: str | None = engine.TAKES.why_not(problem)
-    return reason
-
-
 def _refusal(engine: Any, problem: ConvProblem, config: Any) -> str | None:
     """What its declaration LEGAL says, which includes TAKES; or that of the configuration's class."""
     legal = engine.LEGAL[type(config)] if isinstance(engine.LEGAL, dict) else engine.LEGAL
@@ -219,7 +213,7 @@ def _sum_order(engine: Any, problem: ConvProblem, config: Any) -> Hashable:
 
 #: What :func:`complete` gives to a module: functions get the module before their arguments.
 DEFAULTS: Mapping[str, Any] = {
-    "TENSOR_CORES": False, "IN_PARTS": False, "BY_IMAGE": False, "PRECEDENCE": 0, "unsupported": unsupported_by, "why_not": _why_not,
+    "TENSOR_CORES": False, "IN_PARTS": False, "BY_IMAGE": False, "PRECEDENCE": 0, "unsupported": unsupported_by,
     "refusal": _refusal, "choose": _choose, "sum_order": _sum_order, "filter_key": lambda engine, *asked: None,
     "adapts": lambda engine, *asked: False, "upsamples": lambda engine, *asked: False, "adds_border": lambda engine, *asked: False,
     "border_time": lambda engine, *asked: 0.0, "worthwhile": lambda engine, *asked: True,

@@ -340,8 +340,8 @@ def phases(problem: ConvProblem) -> tuple[Phase, ...]:
 
     If :func:`few_have_taps`, the first one is the whole result without taps, and the others, which have taps, write their pixels once more.
     """
+    zero, one = (0, 0, 0), (1, 1, 1)
     if problem.direction == "fprop":
-        zero, one = (0, 0, 0), (1, 1, 1)
         whole = Phase(
             problem.output_size, zero, one, problem.filter_size, zero, one, problem.stride, problem.padding_before, problem.dilation,
         )
@@ -349,13 +349,7 @@ def phases(problem: ConvProblem) -> tuple[Phase, ...]:
     few = few_have_taps(problem)
     combinations = product(*axis_phases(problem, with_taps=few))
     found = tuple(map(Phase.of_axes, combinations))
-    return (_without_taps(problem), *found) if few else found
-
-
-def _without_taps(problem: ConvProblem) -> Phase:
-    """All pixels of the result, and no tap."""
-    zero, one = (0, 0, 0), (1, 1, 1)
-    return Phase(problem.result_size, zero, one, zero, zero, one, one, zero, zero)
+    return (Phase(problem.result_size, zero, one, zero, zero, one, one, zero, zero), *found) if few else found
 
 
 def axis_phases(problem: ConvProblem, with_taps: bool = False) -> list[list[tuple[int, ...]]]:

@@ -20,10 +20,13 @@ Run = tuple[Any, str, Any]
 
 @dataclass(frozen=True)
 class Broken:
-    """Lines of kernels, and what stands there instead: on `run`, each must be noticed by one of the orders in which threads run."""
+    """Lines of kernels, what stands there instead, and maybe what the machine says of it.
+
+    On `run`, each must be noticed by one of the orders in which threads run.
+    """
 
     run: Run
-    lines: Sequence[tuple[str, str]]
+    lines: Sequence[tuple[str, ...]]
     seeds: Sequence[int] = (1, 2)
     multiprocessors: int = 3
     arrays: Callable[..., Sequence[Any]] = lambda case, dtype: case.integers(dtype)

@@ -59,6 +59,8 @@ GROUPED = replace(BASE, input_shape=(2, 128, 9, 8), weight_shape=(80, 64, 3, 3),
 #: A decoder's of videos: a padding on one side of the frames, and more channels than rows of 128 bytes hold.
 VIDEO = [ConvProblem.forward(3, (1, c, 68, 256, 256), (96, c, 3, 3, 3), padding=((2, 0), (1, 1), (1, 1)), dtype="bfloat16", layout="NHWC") for c in (96, 192)]
 
+READS = "which a pending product or store still reads"
+
 CASES = Cases(
     engine=dense,
     kernel="hopper_dense",
@@ -86,9 +88,10 @@ CASES = Cases(
     ],
     broken=[  # the first writes runs of pixels, the second four channels at once
         Broken((SHAPES[2], "fp16 last", DenseNhwc(64, 32, 3)), [
-            ("ring.wait_empty(at);", ""), ("ring.wait_full(at);", ""), ("ring.init(producers, 4 * consumers);", "ring.init(1, 1);"), ("if (behind == 0 || follows) give_back(at, behind);", ""),
-            ("wgmma_wait<behind>();", "wgmma_wait<behind + 1>();"), ("  wgmma_wait<0>();\n", "\n"), ("apart / 16 + A::STEP * k,", "apart / 16 + A::STEP * (k ^ 1),"),
-            ("x_s = TAP_OFFSET(s, w);", "x_s = TAP_OFFSET(r, w);"), ("min(16, (int)shape.pixels - pixel)", "16"),
+            ("ring.wait_empty(at);", "", "more than its 1 arrivals"), ("ring.wait_full(at);", "", f"a load has not brought yet|{READS}"), ("ring.init(producers, 4 * consumers);", "ring.init(1, 1);"),
+            ("if (behind == 0 || follows) give_back(at, behind);", "", "deadlock:\n  block 0, threads 0 to 127: wait for mbarrier 0 at 1024, parity 1; it has had 1 phases, and lacks 1 arrivals"),
+            ("wgmma_wait<behind>();", "wgmma_wait<behind + 1>();", READS), ("  wgmma_wait<0>();\n", "\n", "ends with products that it did not wait for|assert"), ("apart / 16 + A::STEP * k,", "apart / 16 + A::STEP * (k ^ 1),"),
+            ("x_s = TAP_OFFSET(s, w);", "x_s = TAP_OFFSET(r, w);"), ("min(16, (int)shape.pixels - pixel)", "16", "writes .* bytes at .* of buffer 3, which has"),
         ], seeds=(1, 2, 3)),
         Broken(TURNED, [("fence_for_bulk();\n      __syncwarp();", "fence_for_bulk();")]),
         Broken((BASE, "fp16 last", DenseNhwc(64, 32, 3)), [("if (places.there[half] && places.real(shape, base)) store_word", "if (places.real(shape, base)) store_word")], seeds=(1, 2, 3)),

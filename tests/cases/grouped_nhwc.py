@@ -47,7 +47,7 @@ def tiles(case, mode):
     return [config for config in TILES if gn.refusal(asked(case, mode), config) is None]
 
 
-PLANNED = [(case, mode) for case in (*FORWARD, *BACKWARD) for mode in KINDS if gn.why_not(asked(case, mode)) is None]
+PLANNED = [(case, mode) for case in (*FORWARD, *BACKWARD) for mode in KINDS if gn.TAKES.why_not(asked(case, mode)) is None]
 #: Each case in a mode, by turns, with two tiles.
 SOME = [run for i, case in enumerate((*FORWARD, *BACKWARD)) if (runs := [run for run in PLANNED if run[0] is case]) for run in [runs[i % len(runs)]]]
 NOT_FINITE = [

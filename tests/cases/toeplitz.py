@@ -1,8 +1,8 @@
 """Depthwise layers of 16 bits on tensor cores (``depthwise/toeplitz.cu``)."""
 
 import reference
-from alike import first_runs, sharing
-from modes import H200, MODES, asked
+from alike import sharing
+from modes import MODES, asked
 from reference import ACTIVATIONS, dgrad, fprop
 
 from cases import Broken, Cases, Layers
@@ -38,18 +38,12 @@ def tiles(case, mode):
 RUNS = [(case, mode, found[(i + j) % len(found)]) for i, case in enumerate(SHAPES) for j, mode in enumerate(KINDS) if (found := tiles(case, mode))]
 
 
-def text_of(case, mode, config):
-    """Which text a run has."""
-    ((launch,),) = dt.schedule(asked(case, mode), config, H200).whole
-    return tuple(launch.defines.values())
-
-
 FINITE = [fprop((2, 4, 9, 12), (4, 1, 3, 3), padding=1, groups=4), dgrad((2, 4, 9, 10), (4, 1, 3, 3), padding=1, groups=4)]
 FINISHED = fprop((2, 8, 7, 10), (8, 1, 3, 3), padding=1, groups=8)
 
 CASES = Cases(
     engine=dt,
-    runs=first_runs(RUNS, text_of) if reference.all_texts else sharing([[run for run in RUNS if run[0] is case] for case in SHAPES]),
+    runs=RUNS if reference.all_texts else sharing([[run for run in RUNS if run[0] is case] for case in SHAPES]),
     gpu=RUNS,
     unseen=[("BORDERED", 1)],  # test_packed_borders.py
     orders=[(SHAPES[number], mode, found, 1) for number in (1, 2, 16) for mode in KINDS if len(found := tiles(SHAPES[number], mode)) > 1],
@@ -76,7 +70,7 @@ CASES = Cases(
     ],
     layers=Layers(["depthwise"], [("fprop", ("float16", "fp32", "NCHW")), ("dgrad", ("bfloat16", "fp32", "NCHW")), ("fprop", ("bfloat16", "fp32", "NHWC"))], architectures=("sm_90a", "sm_80")),
     devices={((7, 5), "cuda"): False, ((8, 0), "cuda"): True, ((0, 0), "opencl"): False},
-    compiled=[(asked(*run[:2]), run[2]) for run in first_runs(RUNS, text_of)],
+    compiled=[(asked(*run[:2]), run[2]) for run in RUNS],
     architectures=("sm_90a", "sm_80"),
     spills_sm80=8,
 )  # fmt: skip

@@ -251,8 +251,9 @@ def _overhead_us(problem: ConvProblem, delegate: Config, device: Device) -> floa
 
 
 def adapts(problem: ConvProblem) -> bool:
-    """Whether an engine that puts the border in may follow: a gradient by the filter, whose image isn't copied before that."""
-    return problem.layout == "CNHW" and problem.border is not None and not (problem.input_dtype or problem.result_dtype)
+    """Whether an engine that puts the border in may follow: gradients of planes, which mostly need a copy or a fold else."""
+    of_planes = problem.layout == "CNHW" or (problem.layout == "NCHW" and problem.direction == "dgrad")
+    return of_planes and problem.border is not None and not (problem.input_dtype or problem.result_dtype)
 
 
 def _alone(engine: Engine, problem: ConvProblem, device: Device) -> bool:

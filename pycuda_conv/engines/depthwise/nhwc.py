@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from pycuda_conv.engines import split_sum
 from pycuda_conv.engines.base import BY_RULE, FLAG, Config, Device, VariantSet, costs, unsupported_by
-from pycuda_conv.engines.costs import spread
+from pycuda_conv.engines.costs import MULTIPROCESSORS, spread
 from pycuda_conv.engines.depthwise.nhwc_launch import (
     COLUMNS,
     LEAST_ROWS,
@@ -45,7 +45,7 @@ CHUNKS = (64, 32, 16, 8, 4)
 TILES = ((2, 4), (1, 4), (2, 2), (1, 1))
 OPENCL_TILES = TILES[:1]  # OpenCL needs one tile, and no strips
 SECTOR = 32  # bytes that memory reads at once
-FULL = 2 * THREADS * 132  # threads: two blocks a multiprocessor of Hopper
+FULL = 2 * THREADS  # threads of a multiprocessor: two blocks
 
 
 def adapts(problem: ConvProblem) -> bool:
@@ -215,7 +215,7 @@ def _tiles(problem: ConvProblem, device: Device) -> Iterator[Config]:
     if device.backend != "cuda":
         fitting = OPENCL_TILES
     lanes = problem.N * ceil(problem.K, vector_of(problem, Depthwise))
-    full = [(down, right) for down, right in fitting if ceil(p, down) * ceil(q, right) * lanes >= _threads(device)]
+    full = [(down, right) for down, right in fitting if ceil(p, down) * ceil(q, right) * lanes >= FULL * device.multiprocessors]
     best = next((tile for tile in full if tile[0] <= p), fitting[-1])
     narrow = max(min(chunk, SECTOR // problem.itemsize), vector_of(problem, Depthwise))  # blocks of few channels wait for fewer taps
     yield from (Depthwise(chunk if tile[1] == 4 else narrow, *tile) for tile in dict.fromkeys((best, *fitting)))
@@ -223,7 +223,7 @@ def _tiles(problem: ConvProblem, device: Device) -> Iterator[Config]:
 
 def _rows(p: int, lanes: int) -> list[int]:
     """Rows of strips that leave none much shorter than the others. `lanes` threads walk down a strip: few threads need more strips."""
-    many = (strips for strips in (64, 128, 256) if p >= 8 * strips and 32 * lanes < FULL)
+    many = (strips for strips in (64, 128, 256) if p >= 8 * strips and 32 * lanes < FULL * MULTIPROCESSORS)
     return sorted({ceil(max(p, 1), strips) for strips in (1, 2, 3, 4, 6, 8, 12, 16, 32, *many)}, reverse=True)
 
 
@@ -253,30 +253,13 @@ def _in_parts(problem: ConvProblem, kind: type[DepthwiseWgrad | DepthwiseRing], 
         yield from (kind(rows, count) for count in dict.fromkeys((*parts, *more)))
 
 
-def _threads(device: Device) -> int:
-    """Threads that fill the GPU: two blocks a multiprocessor."""
-    return 2 * THREADS * device.multiprocessors
-
-
 def _chunk(problem: ConvProblem) -> int:
     """Channels of a block: few idle threads, and rather more channels."""
     fitting = [chunk for chunk in CHUNKS if chunk >= vector_of(problem, Depthwise)]
     return min(fitting, key=lambda chunk: (ceil(problem.K, chunk) * chunk * (1 + 2 / chunk), -chunk))
 
 
-class CostTerms(NamedTuple):
-    """What unrolled loops cost."""
-
-    begin: float  # microseconds of a launch
-    first: float  # instructions a cycle of a scheduler with one block's warp
-    most: float  # the most instructions a cycle
-    hidden: float  # 1: memory and instructions take turns; more: the shorter hides behind the longer
-    step: float  # microseconds that a thread waits for each row
-    memory: float  # bytes a microsecond of 132 multiprocessors
-
-
 COST = costs("depthwise.nhwc")
-COST_TERMS: dict[type[Config], CostTerms] = {kind: CostTerms(*COST.COST_TERMS[kind.__name__]) for kind in (DepthwiseStrips, Depthwise)}
 
 
 def time(problem: ConvProblem, config: Config, device: Device) -> float:
@@ -301,13 +284,14 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float:
         return _ring_time(problem, config, device)
     work = _work(problem, config)
     multiprocessors, blocks = device.multiprocessors, max(grid_of(problem, config), 1)
-    if type(config) in COST_TERMS and problem.dtype != "float64":
-        terms, each = COST_TERMS[type(config)], max(1.0, blocks / multiprocessors)
+    if isinstance(config, DepthwiseStrips | Depthwise) and problem.dtype != "float64":
+        kind, each = type(config).__name__, max(1.0, blocks / multiprocessors)
         together = min(each, work.blocks)  # each block hides the latency of the others
-        rate = min(terms.most, terms.first * together)
+        rate = min(COST.MOST[kind], COST.FIRST[kind] * together)
         busy = each * work.instructions / rate / COST.CLOCK  # each scheduler has a warp of the block
-        moving = spread(problem.bytes / terms.memory, multiprocessors)
-        return terms.begin + float((busy**terms.hidden + moving**terms.hidden) ** (1 / terms.hidden)) + work.steps * terms.step / together
+        moving = spread(problem.bytes / COST.MEMORY[kind], multiprocessors)
+        us = (busy ** COST.HIDDEN[kind] + moving ** COST.HIDDEN[kind]) ** (1 / COST.HIDDEN[kind])
+        return float(COST.BEGIN[kind] + us + work.steps * COST.STEP[kind] / together)
     at_once = work.blocks * multiprocessors
     rounds = blocks / at_once
     if isinstance(config, DepthwiseWgrad) and rounds > 1:  # blocks are long and equal, so the last round takes as long as others

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import takewhile
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 from pycuda_conv.engines.base import FLAG, Config, ConvProblem, Device, KernelLaunch, VariantSet, kernel_struct
 from pycuda_conv.engines.costs import bytes_moved, costs, spread
@@ -221,24 +221,6 @@ def variants(device: Device) -> Iterator[VariantSet]:
     yield VariantSet("depthwise_toeplitz", {"TYPE": (HALF, BFLOAT), "STRIDE": (1,), "STEPS": (1,), "GRAD": (1,), "LAST": FLAG})
 
 
-class CostTerms(NamedTuple):
-    """What each part of the work costs, in cycles of a multiprocessor if nothing else is said."""
-
-    product: float  # a product of 16 x 8 x 16
-    row: float  # a row of the filter, for each task, besides its products
-    task: float  # the results of a task
-    whole: float  # eight columns of a row of the input, where a row's elements are a multiple of eight
-    eight: float  # eight columns of other rows
-    tap: float  # a word of the filters
-    block: float  # the rest of a block
-    begin: float  # microseconds to begin a launch
-    wave: float  # microseconds that the blocks of a multiprocessor wait
-    memory: float  # bytes a microsecond
-
-
-COST_TERMS = {layout: CostTerms(*terms) for layout, terms in COST.COST_TERMS.items()}
-
-
 def configs(problem: ConvProblem, device: Device) -> Iterator[DepthwiseToeplitz]:
     for config in map(DepthwiseToeplitz, UNITS[problem.layout]):
         if LEGAL.refusal(problem, config) is None and (unit := _unit(problem, config)) and unit.shared <= shared_limit(device):
@@ -247,15 +229,16 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[DepthwiseToeplitz]
 
 def time(problem: ConvProblem, config: DepthwiseToeplitz, device: Device) -> float:
     """Microseconds that `config` should take: memory and multiprocessors overlap in part, and blocks wait."""
-    unit, stride, steps, terms = _unit(problem, config), problem.stride[2], _steps(problem), COST_TERMS[problem.layout]
+    unit, stride, steps, at = _unit(problem, config), problem.stride[2], _steps(problem), problem.layout
     r, whole = problem.filter_size[1], problem.layout == "NCHW" and problem.operand_size[2] % EIGHT == 0
     tasks = unit.planes * _sixteens(problem, unit) * unit.groups
     met, tiles = (r / 2, GRAD_TILES) if _strided(problem) else (r, TILES[stride])
-    cycles = tasks * (met * (tiles * steps * terms.product + terms.row) + terms.task) + terms.block
-    cycles += unit.planes * (unit.x_rows * unit.units * (terms.whole if whole else terms.eight) + r * unit.taps_pitch * terms.tap)
+    cycles = tasks * (met * (tiles * steps * COST.PRODUCT[at] + COST.ROW[at]) + COST.TASK[at]) + COST.BLOCK[at]
+    eight = COST.WHOLE[at] if whole else COST.EIGHT[at]
+    cycles += unit.planes * (unit.x_rows * unit.units * eight + r * unit.taps_pitch * COST.TAP[at])
     resident = max(1, min(COST.RESIDENT[problem.layout], SHARED_KIB * 1024 // (unit.shared + 1024)))
     busy = max(1.0, unit.blocks / device.multiprocessors) * cycles / COST.CLOCK
     moved = bytes_moved(problem)
-    moving = spread(moved / terms.memory, device.multiprocessors)
-    us = terms.begin + math.hypot(busy, moving) + terms.wave * ceil(unit.blocks, device.multiprocessors * resident)
+    moving = spread(moved / COST.MEMORY[at], device.multiprocessors)
+    us = COST.BEGIN[at] + math.hypot(busy, moving) + COST.WAVE[at] * ceil(unit.blocks, device.multiprocessors * resident)
     return us * COST.LONG if problem.layout == "NCHW" and config.UNIT_KIB > UNITS["NCHW"][0] else us

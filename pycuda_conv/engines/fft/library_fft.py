@@ -78,8 +78,9 @@ def transforms(problem: ConvProblem) -> Transforms:
     first = tuple(-p if forward else p - (r - 1) for p, r in zip(pad, reach, strict=True))
     wanted = tuple((n - 1) * s + 1 for n, s in zip(results, stride, strict=True))
     filters = groups * written * read
-    length = _lengths(reach, wanted, stride, filters, problem.N * groups * (read + written), _products(problem, read, written))
-    used = tuple((n - r + 1) // s * s for n, r, s in zip(length, reach, stride, strict=True))
+    whole = tuple(map(_whole, size, apart, first, reach, wanted, stride))
+    length = _lengths(reach, wanted, stride, whole, filters, problem.N * groups * (read + written), _products(problem, read, written))
+    used = tuple(map(_used, length, reach, wanted, stride, whole))
     blocks = tuple(ceil(n, u) for n, u in zip(wanted, used, strict=True))
     if problem.layout == "CNHW":  # [channel][group][image] by [channel][group][written]: see ConvProblem.launched
         memory = (read, groups, problem.N), (2, 1, 0), (read, groups, written), (1, 2, 0), (groups, written, problem.N), (2, 0, 1)
@@ -88,8 +89,8 @@ def transforms(problem: ConvProblem) -> Transforms:
     else:
         memory = (problem.N, groups, read), (0, 1, 2), (groups, read, written), (0, 2, 1), (problem.N, groups, written), (0, 1, 2)
     depth = read * math.prod(taps)
-    wide, norms = problem.dtype == "float64", problem.algorithm == "fft"  # then transforms of float64 are taken as they are
-    accuracy = math.inf if wide and norms else ACCURACY[problem.dtype] * (math.sqrt(depth) if wide else 1)
+    wide, norms = problem.dtype == "float64", problem.algorithm == "fft"  # then transforms are taken as they are
+    accuracy = math.inf if norms else ACCURACY[problem.dtype] * (math.sqrt(depth) if wide else 1)
     return Transforms(
         problem.N, groups, read, written, *memory, size, taps, results, apart, dilation, stride, not forward, first,
         length, used, blocks, accuracy, wide and not norms, problem.storage,
@@ -113,19 +114,34 @@ def _cost(length: tuple[int, ...], blocks: int, filters: int, planes: int, produ
     return blocks * OF_BLOCK + far * numbers * ((blocks * planes + filters) * (math.log2(max(numbers, 2)) + PASSES) + 2 * blocks * products)
 
 
+def _whole(size: int, apart: int, first: int, reach: int, wanted: int, stride: int) -> int:
+    """A length of transforms that gives all results along an axis at once.
+
+    What the last results meet behind the transform's end they meet at its start: that may be as many pixels as the zeros in front.
+    """
+    in_front, results = max(0, -first), ceil(wanted, stride) * stride
+    met = results + reach - 1
+    return good_length(max(results, reach, met - in_front, min(in_front + (size - 1) * apart + 1, met)))
+
+
+def _used(length: int, reach: int, wanted: int, stride: int, whole: int) -> int:
+    """The results along an axis that a transform gives."""
+    return ceil(wanted, stride) * stride if length == whole else (length - reach + 1) // stride * stride
+
+
 def _lengths(
-    reach: tuple[int, ...], wanted: tuple[int, ...], stride: tuple[int, ...], filters: int, planes: int, products: float
+    reach: tuple[int, ...], wanted: tuple[int, ...], stride: tuple[int, ...], whole: tuple[int, ...], filters: int, planes: int,
+    products: float,
 ) -> tuple[int, ...]:
     """The lengths of transforms that should take the least time."""
     choices = []
-    for r, n, s in zip(reach, wanted, stride, strict=True):
-        whole = good_length(n + r - 1 + (-n) % s)
+    for r, s, most in zip(reach, stride, whole, strict=True):
         least = max(r + s - 1, 32 if len(reach) > 1 else 1024)
         some = {good_length(max(int(f * r), least)) for f in (1.35, 1.5, 1.75, 2, 2.5, 3, 4, 5, 6, 8, 12)}
-        choices.append(sorted({length for length in some if length < whole} | {whole})[-12 if len(reach) < 3 else -5 :])
+        choices.append(sorted({length for length in some if length < most} | {most})[-12 if len(reach) < 3 else -5 :])
 
     def time(length: tuple[int, ...]) -> float:
-        counts = [ceil(n, (one - r + 1) // s * s) for n, one, r, s in zip(wanted, length, reach, stride, strict=True)]
+        counts = [ceil(n, u) for n, u in zip(wanted, map(_used, length, reach, wanted, stride, whole), strict=True)]
         return _cost(length, math.prod(counts), filters, planes, products)
 
     return min(product(*choices), key=time)
@@ -135,7 +151,7 @@ def schedule(problem: ConvProblem, config: LibraryFft, device: Device, with_mome
     """The library's call, and the launch that checks and finishes what it has made."""
     args, scratch = transforms(problem), Arena(WORKSPACE)
     if device.backend == "cuda" and problem.algorithm == "fft" and problem.dtype != "float64":
-        args = replace(args, single=True, accuracy=math.inf)
+        args = replace(args, single=True)
     (_, sums), (_, limits) = (scratch.take(8 * math.prod(shape)) for shape in (args.sums_shape, args.limits_shape))
     buffers, blocks = (INPUT, WEIGHT, WORKSPACE), math.prod(args.blocks) * args.images
     call = LibraryCall(getattr(device, "transforms", "") or host_library(), {}, blocks, 1, buffers, (), transforms=(args, sums, limits))

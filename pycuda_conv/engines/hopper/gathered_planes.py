@@ -72,11 +72,6 @@ def _gathers_filter(problem: ConvProblem) -> bool:
     return problem.direction == "dgrad" and problem.itemsize == 4
 
 
-def _blocks_per_sm(config: GatheredPlanes) -> int:
-    """Blocks that fit a multiprocessor."""
-    return 2 if config.BLOCK_M == 64 and config.GROUPS == 2 else 1
-
-
 def _ring(config: GatheredPlanes) -> Ring:
     """The ring of a tile. Two blocks of the small ones may share a multiprocessor."""
     return Ring(ROW * (config.BLOCK_M + config.BLOCK_N), ALIGNMENT, most_shared(1 if config.BLOCK_M == 128 else 2))
@@ -147,7 +142,8 @@ def time(problem: ConvProblem, config: GatheredPlanes, device: Device) -> float:
     rows = config.BLOCK_N + (config.BLOCK_M if _gathers_filter(problem) else 0)
     loads = COST.GATHERED * stage_channels(problem) * rows / (64 if _wide(problem) else 32)
     busy = max(loads, COST.MULTIPLIED * config.BLOCK_M * config.BLOCK_N / 32) / CLOCK
-    slots, beside, blocks = at_once(device, config.CLUSTER), _blocks_per_sm(config), down * across * config.CLUSTER
+    slots, blocks = at_once(device, config.CLUSTER), down * across * config.CLUSTER
+    beside = 2 if config.BLOCK_M == 64 and config.GROUPS == 2 else 1  # blocks that fit a multiprocessor
     rounds, together = ceil(blocks, slots * beside), min(beside, ceil(blocks, slots))
     end = config.BLOCK_M * config.BLOCK_N / config.CLUSTER / COST.STORED + (COST.JOINED if shared else 0)
     work = ceil(steps, config.CLUSTER) * (COST.WAIT / config.GROUPS + busy * together) + end * together

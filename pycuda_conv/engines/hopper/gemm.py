@@ -10,7 +10,7 @@ import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from pycuda_conv.engines import packing
 from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing, filter_sizes, packed_key, row_blocks
@@ -264,27 +264,7 @@ def sum_order(problem: ConvProblem, config: ImplicitGemm) -> Hashable:
     return config.SPLIT, config.joins(problem), form(problem)[0].folded
 
 
-class Rates(NamedTuple):
-    """Measured rates for elements of one size."""
-
-    clock: float  # cycles a microsecond, which the power limit keeps low under this load
-    row_cycles: float  # cycles of a tensor load for each pixel's row of channels
-    loaded: float  # bytes a microsecond and multiprocessor into shared memory
-    stored: float  # the same of the result, while all multiprocessors write
-    launch_time: float  # microseconds of a launch
-
-
-class InPlaceRates(NamedTuple):
-    """For images and filters that are read as they lie: cycles a microsecond, cycles of a filter row, microseconds of each launch."""
-
-    clock: float
-    filter_cycles: float
-    launch_time: float
-
-
 COST = costs("hopper.gemm")
-RATES = {size: Rates(*rates) for size, rates in COST.RATES.items()}
-IN_PLACE = InPlaceRates(*COST.IN_PLACE)
 SECTOR = 32  # bytes that memory writes at once
 
 
@@ -356,7 +336,7 @@ def time(problem: ConvProblem, config: ImplicitGemm, device: Device) -> float:
 def _time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> float:
     packed, addressings = form(problem)
     in_place = reads_filter(problem)
-    launch_time = IN_PLACE.launch_time if in_place else RATES[problem.itemsize].launch_time
+    launch_time = COST.IN_PLACE_LAUNCH if in_place else COST.LAUNCH_TIME[problem.itemsize]
     us = launch_time
     for _ in _stages_of_launches(problem)[1:]:
         us += COST.PER_LAUNCH
@@ -431,12 +411,12 @@ def _loaded(problem: ConvProblem, config: ImplicitGemm, in_place: bool) -> float
 def _stage_time(problem: ConvProblem, config: ImplicitGemm, in_place: bool, loaded: float) -> float:
     """Microseconds of a stage, of which so many bytes are `loaded`: its products, its loads, its bytes."""
     packed, _ = form(problem)
-    rates = RATES[problem.itemsize]
+    size = problem.itemsize
     cycles = 4 * gemm_products(problem) * config.BLOCK_N * config.BLOCK_M / 128 * (COST.IN_PLACE_PRODUCT if in_place else 1)
-    clock, of_filter = (IN_PLACE.clock, IN_PLACE.filter_cycles) if in_place else (rates.clock, 0.0)
-    of_pixel = _pixel_cycles(problem, packed) if in_place else rates.row_cycles * COST.SHORT_ROW[packed.load]
+    clock, of_filter = (COST.IN_PLACE_CLOCK, COST.FILTER_CYCLES) if in_place else (COST.CLOCK[size], 0.0)
+    of_pixel = _pixel_cycles(problem, packed) if in_place else COST.ROW_CYCLES[size] * COST.SHORT_ROW[packed.load]
     loads = (of_pixel * (gemm_products(problem) + 1) // 2 * config.BLOCK_N + of_filter * config.BLOCK_M) * (64 // packed.load)
-    return together(COST.OF_STAGE, cycles / clock, loads / clock, loaded / rates.loaded)
+    return together(COST.OF_STAGE, cycles / clock, loads / clock, loaded / COST.LOADED[size])
 
 
 def _stores_last(problem: ConvProblem, config: ImplicitGemm) -> bool:
@@ -447,7 +427,7 @@ def _stores_last(problem: ConvProblem, config: ImplicitGemm) -> bool:
 def _store_time(problem: ConvProblem, config: ImplicitGemm) -> float:
     """Microseconds in which a tile adds a residual and stores its results."""
     _, addressings = form(problem)
-    last, stored = _stores_last(problem, config), RATES[problem.itemsize].stored
+    last, stored = _stores_last(problem, config), COST.STORED[problem.itemsize]
     channels = problem.result_channels // problem.groups
     if last and len(addressings) > 1:
         stored = COST.PHASED_STORED

@@ -30,14 +30,9 @@ class Ring(NamedTuple):
 
     def refusal(self, stages: int, split: int = 1) -> str | None:
         """Why a tile can't have `stages` stages and `split` splits of its sums; None if it can."""
-        return why_not_so_many(stages, self.nbytes(stages), self.most, split)
-
-
-def why_not_so_many(stages: int, nbytes: int, most: int, split: int) -> str | None:
-    """Why a tile can't have `stages` stages, which take `nbytes` of a block's `most` bytes, and `split` splits; None if it can."""
-    if stages < 2 or nbytes > most:
-        return f"its {stages} stages take {nbytes:,} bytes of shared memory; a block has {most:,}"
-    return "it has at least one split" if split < 1 else None
+        if stages < 2 or self.nbytes(stages) > self.most:
+            return f"its {stages} stages take {self.nbytes(stages):,} bytes of shared memory; a block has {self.most:,}"
+        return "it has at least one split" if split < 1 else None
 
 
 def sum_bytes(rows: int, columns: int) -> int:

@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
-from pycuda_conv.engines.base import FLAG, Config, ConvProblem, Device, KernelLaunch, VariantSet, fixed, kernel_struct
+from pycuda_conv.engines.base import FLAG, Config, ConvProblem, Device, KernelLaunch, VariantSet, fastest, fixed, kernel_struct
 from pycuda_conv.engines.costs import MULTIPROCESSORS, costs
 from pycuda_conv.engines.geometry import (
     Phase,
@@ -282,7 +282,8 @@ def _product(
     shared = defines["STAGES"] * stage_bytes(config, form)
     grid = _tiles(problem, config, part) * config.SPLIT
     buffers = (INPUT, weight, *FINISH, target)
-    return KernelLaunch("dmma", defines, grid, _threads(config), buffers, (), shared=shared, arguments=args)
+    threads = 32 * (config.BLOCK_M // tile.WARP_M) * (config.BLOCK_N // tile.WARP_N)
+    return KernelLaunch("dmma", defines, grid, threads, buffers, (), shared=shared, arguments=args)
 
 
 def _tiles(problem: ConvProblem, config: Dmma, part: _Part) -> int:
@@ -300,11 +301,6 @@ def block_k(config: Dmma) -> int:
     """gemm k of a stage."""
     tile = TILES[config.BLOCK_M, config.BLOCK_N]
     return 8 * tile.SLICES
-
-
-def _threads(config: Dmma) -> int:
-    tile = TILES[config.BLOCK_M, config.BLOCK_N]
-    return 32 * (config.BLOCK_M // tile.WARP_M) * (config.BLOCK_N // tile.WARP_N)
 
 
 def _defines(config: Dmma, tile: _Tile, form: _Form, device: Device) -> dict[str, int]:
@@ -434,3 +430,15 @@ def _lines(problem: ConvProblem, config: Dmma, form: _Form) -> float:
         return config.BLOCK_M + config.BLOCK_N * (1 if problem.layout == "NHWC" else 2)
     apart = problem.stride[-1] if problem.direction == "fprop" else 1  # neighbouring pixels
     return config.BLOCK_M + BLOCK_K * config.BLOCK_N * min(1, apart / 16)
+
+
+#: How much faster the model must find another tile than the usual one: it is another text, for which a call may have to wait.
+USUAL = (64, 64)
+
+
+def choose(problem: ConvProblem, device: Device) -> tuple[float, Dmma] | None:
+    """The configuration that should be fastest, with the usual tile unless another is clearly faster; None if none can run it."""
+    timed = [(time(problem, config, device), config) for config in configs(problem, device)]
+    usual = fastest(one for one in timed if (one[1].BLOCK_M, one[1].BLOCK_N) == USUAL)
+    best = fastest(timed)
+    return usual if best and usual and usual[0] <= COST.CLEARLY * best[0] else best

@@ -54,11 +54,6 @@ def _slice(problem: ConvProblem, channels: int, size: Size3) -> int:
     return channels * math.prod(size if problem.layout == "NCHW" else size[1:])
 
 
-def _apart(problem: ConvProblem) -> int:
-    """Elements of the input from a tap to the next."""
-    return _axis(problem, 1).step * problem.operand_channels * problem.operand_size[2]
-
-
 def _fits(problem: ConvProblem, config: FewChannels) -> str | None:
     if problem.filter_size[2] > config.BLOCK_N:
         return f"a row of the filter has {problem.filter_size[2]} taps; its tile has {config.BLOCK_N} columns"
@@ -145,7 +140,7 @@ TAKES = Takes(
         lambda p: max(_slice(p, p.operand_channels, p.operand_size), _slice(p, p.result_channels, p.result_size), math.prod(p.weight_shape))
         < 2**30,
     ),
-    ("it counts the elements between two taps in 32 bits", lambda p: _apart(p) < 2**30),
+    ("it counts the elements between two taps in 32 bits", lambda p: _axis(p, 1).step * p.operand_channels * p.operand_size[2] < 2**30),
 )  # fmt: skip
 LEGAL = Tiles(
     TAKES, FewChannels, _fits, shared=(lambda problem, config: _tile(problem, config).shared, SHARED_BYTES),

@@ -25,8 +25,7 @@ THREADS = 256
 MOST_VARIANTS = {"cuda": 104}  # texts, as an engine says it
 MOST_COLUMNS = 32  # of VEC channels, of a block
 VECTOR_BYTES = 16
-#: Bytes that a block of `PLANES` reads at a time, and the least of these turns that it makes if the array is large.
-TURN_BYTES, TURNS = THREADS * 64, (1, 8)
+TURNS = 1, 8  # that a block of `PLANES` makes: the fewest, and the most where an array is cut to be summed
 #: Blocks for each multiprocessor into which an image is cut, and into which arrays are cut to be applied.
 IMAGE_BLOCKS, APPLY_BLOCKS = 4, 8
 LAYER_BLOCKS = 2  # for each multiprocessor, of the gradient of rows

@@ -130,6 +130,15 @@ def convolve(args: Transforms, x: np.ndarray, w: np.ndarray, bias: np.ndarray | 
     return True
 
 
+def _met(start: int, size: int, apart: int, taps: int, dilation: int) -> range:
+    """The taps along an axis that meet pixels, if the first is at `start` among pixels that lie `apart`."""
+    step = apart // math.gcd(apart, dilation)
+    first = next((tap for tap in range(step) if (start + tap * dilation) % apart == 0), taps)
+    first += max(0, -(-(-start - first * dilation) // (dilation * step))) * step  # the first one at or behind pixel 0
+    count = min(taps - 1, ((size - 1) * apart - start) // dilation) - first
+    return range(first, first + (count // step + 1) * step, step) if count >= 0 else range(0, 0, step)
+
+
 class _Numpy:
     """Arrays of numpy, and transforms by scipy or numpy."""
 
@@ -194,14 +203,15 @@ class _OnHost(BlockTransforms):
         def done(task: tuple[int, tuple[slice, ...]]) -> None:
             with np.errstate(all="ignore"):
                 summed, limit, block = self.some(*task)
-                known = None
+                known, lost = None, None
                 if not np.isfinite(limit).all():
                     lost = ~np.isfinite(block)
                     if lost.any():
                         clean = np.where(lost, 0, block)
                         summed, limit = self._judged(task[0], clean)
                         known = self._mark_lost(summed, block, lost)
-                keep(*task, summed, limit, self._doubts(task[1], summed, limit, block, known))
+                as_it_is = lost is None and math.isinf(self.args.accuracy)
+                keep(*task, summed, limit, None if as_it_is else self._doubts(task[1], summed, limit, block, known))
 
         if few or len(tasks) == 1:
             for task in tasks:
@@ -215,7 +225,8 @@ class _OnHost(BlockTransforms):
         args, ndim = self.args, len(self.args.length)
         for axis, (reach, used, stride) in enumerate(zip(args.reach, args.used, args.stride, strict=True), there.ndim - ndim):
             counts = np.cumsum(there, axis, np.int32)
-            ends = [np.take(counts, np.arange(first, first + used, stride), axis) for first in (0, reach - 1)]
+            # a window that goes on at the block's start meets zeros there
+            ends = [np.take(counts, np.arange(first, first + used, stride), axis, mode="clip") for first in (0, reach - 1)]
             there = (ends[1] > ends[0]) | np.take(there, np.arange(0, used, stride), axis)
         return there
 
@@ -257,14 +268,14 @@ class _OnHost(BlockTransforms):
         args, (image, g, k, *pixel) = self.args, at
         unsure = not abs(value) > limit * args.accuracy
         taps, pixels = [], []
-        for p, stride, first, size, apart, reach in zip(
-            pixel, args.stride, args.first, args.size, args.apart, args.reach, strict=True
+        for p, stride, first, size, apart, count, dilation in zip(
+            pixel, args.stride, args.first, args.size, args.apart, args.taps, args.dilation, strict=True
         ):
             start = p * stride + first
-            low = max(0, -(-start // apart))
-            high = max(low, min(size, (start + reach - 1) // apart + 1))
-            pixels.append(slice(low, high))
-            taps.append(slice(low * apart - start, (high - 1) * apart - start + 1, apart) if high > low else slice(0, 0))
+            met = _met(start, size, apart, count, dilation)
+            taps.append(slice(met.start * dilation, met.stop * dilation, met.step * dilation))
+            begin, end = ((start + tap * dilation) // apart for tap in (met.start, met.stop))
+            pixels.append(slice(begin, end, met.step * dilation // apart))
         window, filter = self.x[index(image, g, slice(None), *pixels)], self.filter[index(g, k, slice(None), *taps)]
         if unsure or value != value:
             self.products += window.size
