@@ -23,7 +23,8 @@ COMMANDS = {
     "published": ("bench", "--kind", "core", "--mode", "fp32", "tf32", "fp16-nhwc", "--quick", "--plots", "docs/plots"),
     "training": ("bench", "--training"),
     "models": (
-        "bench", "--models", "--training", "--mode", "fp16-nhwc", "bf16-nhwc", "--only", "[248] images, fp16.*evaluated|bf16.*trained",
+        "bench", "--models", "--training", "--mode", "fp16-nhwc", "bf16-nhwc", "--only",
+        "(resnet50|efficient|mobile|convnext|segformer|vae).*s, fp16.*evaluated|(resnet50|efficient).*bf16.*trained",
     ),
     "host": ("bench", "--host", "--quick"),
     "energy": ("bench", "--energy"),
