@@ -55,23 +55,27 @@ def sharing(options: Iterable[Sequence[tuple]], problem_of: Callable[..., ConvPr
 def check_epilogue(
     case: Case, mode: str, config: Any, activations: Sequence = ACTIVATIONS, computed: Callable[..., np.ndarray] = simt.computed
 ) -> None:
-    """Bias, scale, residual and ReLU; then each activation, with a residual and without: simulated, or as `computed` does."""
+    """Bias, scale, residual and ReLU; then each activation with some of them: simulated, or as `computed` does."""
     case = replace(case, bias=True)
     problem = replace(asked(case, mode), has_scale=True, has_residual=True, activation="relu")
     rng, dtype, k = np.random.default_rng(1), dtype_of(mode), (case.channels,)
     x, w, b, s, r = (
         rng.integers(-3, 4, shape).astype(dtype) for shape in (case.input_shape, case.weight_shape, k, k, problem.result_shape)
     )
-    each = (-1, *(1,) * case.ndim)
-    ref = case.reference(x, w) * s.astype(float).reshape(each) + b.astype(float).reshape(each) + r.astype(float)
-    assert_exact(computed(problem, config, x, w, b, s, r, seeds=(1,)), np.maximum(ref, 0))
+
+    def before(b, s, r):
+        of_channel = [None if one is None else one.astype(float).reshape(-1, *(1,) * case.ndim) for one in (s, b)]
+        y = case.reference(x, w) * (1 if s is None else of_channel[0])
+        return y + sum(one.astype(float) for one in (of_channel[1], r) if one is not None)
+
+    assert_exact(computed(problem, config, x, w, b, s, r, seeds=(1,)), np.maximum(before(b, s, r), 0))
     w = w / w.dtype.type(32)
-    for i, activation in enumerate(activations):
-        problem = replace(asked(case, mode), has_residual=i % 2 == 0, activation=activation)
-        also = r if problem.has_residual else None
-        before = case.reference(x, w, b) + (0 if also is None else also.astype(float))
-        got, ref = computed(problem, config, x, w, b, None, also, seeds=(1,)), activated(before, activation)
-        assert_close(got, ref, 2.0**-20 * np.abs(before) + EPS[dtype] * np.abs(ref) + 2.0**-22, activation)
+    for i, activation in enumerate(activations, case.channels):  # other parts for other cases
+        some = [one if there else None for one, there in ((b, i % 4 < 3), (s, i % 3 == 1), (r, i % 2 == 0))]
+        problem = replace(asked(case, mode), has_bias=i % 4 < 3, has_scale=i % 3 == 1, has_residual=i % 2 == 0, activation=activation)
+        ref = activated(exact := before(*some), activation)
+        got = computed(problem, config, x, w, *some, seeds=(1,))
+        assert_close(got, ref, 2.0**-20 * np.abs(exact) + EPS[dtype] * np.abs(ref) + 2.0**-22, activation)
 
 
 def random_problems(

@@ -8,27 +8,19 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-from filelock import FileLock
 from filters import Filter
 from modes import allowed, asked, dtype_of
 from reference import Case, assert_close, assert_exact
 
 from pycuda_conv import Plan
-from pycuda_conv.runtime.cache import cache_dir
 
 MARGIN = 1024  # bytes of 0xff, which is NaN in every dtype, before and after every array
 
 
-def side_by_side(name: str, make, runs) -> dict:
-    """What `make` makes of each of `runs`; of several workers the first compiles, the others find it in the cache on disk."""
-    cache_dir().mkdir(parents=True, exist_ok=True)
-    with FileLock(cache_dir() / f"tests of {name}.lock"), ThreadPoolExecutor(os.cpu_count()) as pool:
-        return dict(zip(map(str, runs), pool.map(make, runs), strict=True))
-
-
-def plans_of(name: str, runs: Iterable[tuple]) -> dict:
-    """The plans of all runs (case, mode, configuration) on a GPU, by the runs' words."""
-    return side_by_side(name, lambda run: Plan(asked(*run[:2]), "cuda", config=run[2]), runs)
+def plans_of(runs: Iterable[tuple]) -> dict:
+    """The plans of all runs (case, mode, configuration) on a GPU, by the runs' words, compiled side by side."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return dict(zip(map(str, runs), pool.map(lambda run: Plan(asked(*run[:2]), "cuda", config=run[2]), runs), strict=True))
 
 
 class Arrays:

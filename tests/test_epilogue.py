@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from awkward import BASE, DEPTHWISE, GENERAL, MANY_PHASES, POINT, POINTWISE, TRANSPOSED
+from awkward import BASE, DEPTHWISE, GENERAL, MANY_PHASES, POINT, TRANSPOSED
 from cases.direct_gemm import GEMM
 from cases.hopper_gemm import DENSE, WIDER
 from modes import H200, MODES, asked, bound, ids_of
@@ -99,21 +99,6 @@ def check(plan: Plan, case: Case, parts: str, launch) -> None:
 
 
 # ---- some of the parts; tests/cases have them all
-
-RUNS = [
-    *((case, config, "float32", parts) for i, parts in enumerate(PARTS) if parts != "all" for j, (case, config) in enumerate((
-        (DEPTHWISE, Single()), (DEPTHWISE, Tile(8, 32, 8)), (GENERAL, Batched()), (TRANSPOSED, Dgrad()), (POINTWISE, GEMM), (TRANSPOSED, GEMM),
-        (GENERAL, Batched(64, 4, 4, SPLIT=2)), (TRANSPOSED, Dgrad(64, 3, 2, SPLIT=2)),
-        (GENERAL, Gemm(64, 64, 8, 4, 4, 1, SPLIT_K=3)))) if (i + j) % 2),
-    (replace(GENERAL, bias=False), Batched(), "float32", "all"), (replace(POINTWISE, bias=False), GEMM, "float16", "all"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("case", "config", "dtype", "parts"), RUNS, ids=[f"{type(c).__name__}-{d}-{p}-{case}" for case, c, d, p in RUNS])
-def test_kernels(device, case, config, dtype, parts):
-    plan = Plan(finishing(case.problem(dtype), parts), device, config=config)
-    check(plan, case, parts, run)
-
 
 @pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
 @pytest.mark.parametrize("split", [1, 3])

@@ -560,7 +560,7 @@ def test_what_runs_on_the_gpu_is_legal():
 @pytest.mark.gpu
 def test_random_problems(torch):
     """Integers exactly, then numbers at random within the bound; all that fail are named, and the seed that made them."""
-    failures, plans = [], plans_of("random", random_runs())
+    failures, plans = [], plans_of(random_runs())
     for run in random_runs():
         case, mode, _ = run
         plan = plans[str(run)]

@@ -183,8 +183,7 @@ def test_results_come_from_torch_s_allocator(torch):
 # ---- layouts
 
 
-@pytest.mark.parametrize("which", [0, 1, 2], ids=["x", "w", "b"])
-@pytest.mark.parametrize("layout", TORCH_LAYOUTS)
+@pytest.mark.parametrize(("layout", "which"), by_turns(TORCH_LAYOUTS, range(3)))
 def test_torch_layouts(torch, layout, which):
     tensors = [torch.from_numpy(a).cuda() for a in CASE.integers("float32")]
     tensors[which] = TORCH_LAYOUTS[layout](torch, tensors[which])

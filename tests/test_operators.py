@@ -115,8 +115,9 @@ torch.testing.assert_close(torch._inductor.aoti_load_package(file)(x), model(x))
 
 @pytest.mark.gpu
 def test_compiled_ahead_of_time(tmp_path):
-    """AOTInductor's operators are Python's: who loads the library needs this package.
-    In its own process, for torch 2.11's loader crashed."""
+    """AOTInductor's operators are Python's: who loads the library needs this package. In its own process: a loader may crash."""
+    if torch.__version__.startswith("2.11."):
+        pytest.xfail("torch 2.11's loader crashes, after more than a minute in its compiler")
     text = AHEAD.format(tests=str(Path(__file__).parent), file=str(tmp_path / "model.pt2"))
     try:
         done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=120, check=False)

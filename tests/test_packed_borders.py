@@ -188,9 +188,9 @@ def test_copies_for_gradients_of_filters_of_channels_last(groups):
     given.check(config)
 
 
-@pytest.mark.parametrize("seed", range(14))
+@pytest.mark.parametrize("seed", range(15))
 def test_dense_tiles_take_other_pixels_at_the_sides(seed):
-    """Rows, columns and corners by taps of their own offsets: paddings, strides, dilations, sides of zeros, no interior, large images' ends."""
+    """Rows, columns and corners by taps of their own offsets: paddings, strides, dilations, sides of zeros, no interior, large images' ends, odd channels."""
     rng = np.random.default_rng(1000 + seed)
     ndim, dtype = (2, 2, 1, 2, 3, 2, 2)[seed % 7], ("float16", "bfloat16", "float16")[seed % 3]
     taps = [int(n) for n in rng.integers(1, 4, ndim)]
@@ -200,12 +200,12 @@ def test_dense_tiles_take_other_pixels_at_the_sides(seed):
         size[0] = 270  # the last rows lie further than a corner of tensor loads can
     pads, modes = pairs_of(rng.integers(0, 3 if ndim < 3 else 2, (ndim, 2))), pairs_of(rng.choice(NEAR, (ndim, 2)), str)
     pads, modes = sides(rng, pads, modes)
-    c, k = (24, 40) if seed % 2 else (64, 64 if seed % 4 else 72)
+    c, k = (24, 40) if seed % 2 else (64, 6 if seed == 14 else 64 if seed % 4 else 72)
     size = [max(n, dilation * (t - 1) + 1) for n, t in zip(size, taps, strict=True)]
     given = Given(
         rng, "fprop", (2, c, *size), (k, c, *taps), pads, modes, bias=True, stride=stride, dilation=dilation, dtype=dtype, layout="NHWC"
     )
-    config = engines.Bordered(str(engines.DenseNhwc(128, 64, 4)))
+    config = engines.Bordered(str(engines.DenseNhwc(64, 32, 3) if seed == 14 else engines.DenseNhwc(128, 64, 4)))
     if given.problem.border is not None:
         assert ndim == 3 or set(given.kernels(config)) <= {"hopper_dense", "transpose_filter"}  # a volume has many sides
         given.check(config, seeds=(seed,))

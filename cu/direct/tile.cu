@@ -252,6 +252,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void direct_tile(const GLOBAL_MEM in_t* R
   RUN(right, many_right, arg.last_w, arg.lasts_w, tile_q, TILE_Q)
 #define IN_ROWS(row) (WITHIN(row, above, many_above) || WITHIN(row, below, many_below))
 #define IN_COLUMNS(col) (WITHIN(col, left, many_left) || WITHIN(col, right, many_right))
+  const int last_h = (h_end - 1) << apart_h, last_w = (w_end - 1) << apart_w;  // of x's pixels in the tile's places
   const int shown = filter + R * S, of_rows = (many_above + many_below) * TILE_Q, all = of_rows + (many_left + many_right) * TILE_P;
   for (int i = LID_0; i < all; i += THREADS) {  // whole rows, then columns
     int row = i < of_rows ? i / TILE_Q : (i - of_rows) % TILE_P, col = i < of_rows ? i % TILE_Q : (i - of_rows) / TILE_P;
@@ -264,13 +265,14 @@ KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void direct_tile(const GLOBAL_MEM in_t* R
     for (int a = 0; a < of_h.count; ++a)
       for (int b = a ? 0 : 1; b < of_w.count; ++b) {
         const int down = shown_place(of_h, a) - (int)arg.before_h - tile_p, across = shown_place(of_w, b) - (int)arg.before_w - tile_q;
-        UNROLL_TAPS
-        for (int r = 0; r < R; ++r)
-          UNROLL_TAPS
-          for (int s = 0; s < S; ++s) {
-            const int h = down + r * DIL_H, w = across + s * DIL_W;
-            if ((unsigned)h < (unsigned)(HALO_H) && (unsigned)w < (unsigned)(HALO_W)) v += tile[h * HALO_W + w] * tile[filter + r * S + s];
-          }
+        int last_s = S - 1, first_s = 0, h, w;  // of the taps that meet pixels of x in the tile: few of those of a place outside
+        while (first_s < S && (w = across + first_s * DIL_W, w < 0 || w0 + w < 0)) ++first_s;
+        while (last_s >= first_s && (w = across + last_s * DIL_W, w >= HALO_W || w0 + w > last_w)) --last_s;
+        for (int r = 0; r < R; ++r) {
+          h = down + r * DIL_H;
+          if ((unsigned)h >= (unsigned)(HALO_H) || h0 + h < 0 || h0 + h > last_h) continue;
+          for (int s = first_s; s <= last_s; ++s) v += tile[h * HALO_W + across + s * DIL_W] * tile[filter + r * S + s];
+        }
       }
     tile[shown + row * TILE_Q + col] = v;
   }

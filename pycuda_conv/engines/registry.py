@@ -85,12 +85,17 @@ def reads_c_order(config: Config) -> bool:
 
 def refusal(problem: ConvProblem, config: Config, device: Device) -> str | None:
     """Why `config` can't run `problem` on `device`, or None if it can."""
-    engine, layout = engine_of(config), problem.launched.layout
-    if layout not in engine.LAYOUTS:
-        return f"it takes arrays in the layouts {', '.join(engine.LAYOUTS)}, not in {layout}"
-    if problem.adapted and not adapts(engine, problem.launched):
-        return "it takes no upsampled images" if problem.upsampled else "it takes no borders but zeros, and no integers"
-    return engine.unsupported(device) or unsupported_by(config, device) or engine.refusal(problem.launched, config)
+    engine, launched = engine_of(config), problem.launched
+    return unfit(engine, launched) or engine.unsupported(device) or unsupported_by(config, device) or engine.refusal(launched, config)
+
+
+def unfit(engine: Engine, launched: ConvProblem) -> str | None:
+    """Why an engine takes no arrays that lie as a problem's, or no images that are adapted so; None if it does."""
+    if launched.layout not in engine.LAYOUTS:
+        return f"it takes arrays in the layouts {', '.join(engine.LAYOUTS)}, not in {launched.layout}"
+    if launched.adapted and not adapts(engine, launched):
+        return "it takes no upsampled images" if launched.upsampled else "it takes no borders but zeros, and no integers"
+    return None
 
 
 def adapts(engine: Engine, launched: ConvProblem) -> bool:

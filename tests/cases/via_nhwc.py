@@ -7,7 +7,7 @@ from modes import H200, MODES, asked
 from reference import dgrad, fprop
 
 from cases import Cases, Layers
-from pycuda_conv import engines
+from pycuda_conv import ConvProblem, engines
 from pycuda_conv.engines.compose import via_nhwc
 from pycuda_conv.engines.compose.via_nhwc import ViaNchw, ViaNhwc
 from pycuda_conv.engines.hopper.gemm import ImplicitGemm
@@ -46,6 +46,8 @@ FILLED = [
 RUNS = [(case, KINDS[i % len(KINDS)], planned(case, KINDS[i % len(KINDS)])) for i, case in enumerate(NCHW)]
 BASE, LAST = SHAPES[0], [of_float32(case) for case in FILTERS]
 
+BORDERED = ConvProblem.gradient("weight", 2, (2, 3, 5, 5), (8, 3, 3, 3), (2, 8, 5, 5), padding=1, padding_mode="symmetric", dtype="float16")
+
 CASES = Cases(
     engine=via_nhwc,
     kernel="via_nhwc",
@@ -56,7 +58,7 @@ CASES = Cases(
         (BASE, "fp32", ViaNhwc(), "float16 and bfloat16"), (BASE, "fp16 last", ViaNhwc(), "in the layouts NCHW, CNHW, CHWN, not in NHWC"), (fprop((0, 8, 5, 5), (8, 8, 3, 3)), "fp16", ViaNhwc(), "nothing to compute"),
         (fprop((2, 2**14, 256, 257), (8, 2**14, 1, 1)), "fp16", ViaNhwc(), "32 bits"), (BASE, "fp16", ViaNhwc("Tile()"), "takes arrays in the layouts NCHW, CNHW, not in NHWC"), (BASE, "fp16", ViaNhwc("DenseNhwc(BLOCK_M=96)"), "BLOCK_M must be one of 64, 128"),
         *((BASE, "fp16", ViaNhwc(text), "as it is printed") for text in ("", "1", "Gemm", "Gemm(1)", "a.Gemm()", "Nobody()", "Gemm(BLOCK_M='a')", "Gemm(BLOCK_M=print())")),
-        (FILTERS[0], "fp32", ViaNhwc(LAST[0][2].DELEGATE), "is for arrays that lie so"),
+        (FILTERS[0], "fp32", ViaNhwc(LAST[0][2].DELEGATE), "is for arrays that lie so"), (BORDERED, ViaNhwc("WgradNhwc()"), "it takes no borders but zeros"),
     ],
     devices={((9, 0), "cuda"): True, ((8, 0), "cuda"): False, ((0, 0), "opencl"): False},
     layers=Layers(["dense 3x3", "grouped", "audio", "volume", "odd"], [("dgrad", MODES["fp16"]), ("wgrad", MODES["fp16"])], each=4, slack=1.1),

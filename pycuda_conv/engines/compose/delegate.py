@@ -68,9 +68,7 @@ class Around:
         if delegate is None:
             return "it takes a configuration as it is printed"
         engine = registry.engine_of(delegate)
-        if inner.layout not in engine.LAYOUTS:
-            return f"{delegate} takes arrays in the layouts {', '.join(engine.LAYOUTS)}, not in {inner.layout}"
-        return engine.refusal(inner, delegate)
+        return registry.unfit(engine, inner) or engine.refusal(inner, delegate)
 
     def filter_key(self, problem: ConvProblem, config: Any) -> Hashable:
         """That of the delegate."""

@@ -54,7 +54,8 @@ def schedule(problem: ConvProblem, config: Rims, device: Device, with_moments: b
     in_place = place is None or problem.direction == "fprop"  # with its second axis last, the filter lies so
 
     def followed(steps: list[list[KernelLaunch]], place: tuple[int, int] | None, filter_last: bool = False) -> list[list[KernelLaunch]]:
-        return [*_waited_for_late(steps), [rims.launch(problem, device, filter_last, place)]]
+        alone = rims.on_tensor_cores(problem, device)  # their blocks would take room from products
+        return [*(steps if alone else _waited_for_late(steps)), [rims.launch(problem, device, filter_last, place)]]
 
     def first(filter_last: bool = False) -> list[list[KernelLaunch]]:
         return [] if place is None else [[rims.transposed(problem, place, filter_last)]]

@@ -113,7 +113,7 @@ def store_mode(problem: ConvProblem, columns: int, phase: Phase) -> int:
         return 3
     if channels % 4 == 0:
         return 1
-    return RUN if channels <= columns == CHUNK and phase.step == (1, 1, 1) else 0
+    return RUN if channels <= columns == CHUNK and phase.step == (1, 1, 1) and phase.size == problem.result_size else 0
 
 
 def map_type(problem: ConvProblem) -> str:
