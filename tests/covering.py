@@ -90,6 +90,32 @@ def adapted_problems() -> Iterator[ConvProblem]:
         yield forward if direction == "fprop" else ConvProblem.gradient(direction, ndim, x, w, forward.result_shape, **options)
 
 
+def bordered_layers() -> Iterator[ConvProblem]:
+    """Small layers whose border goes on no further than to the image's other end: dense and depthwise, results as large as images."""
+    r = random.Random(3)
+    families = product(KINDS, ("NCHW", "NHWC"), ("fprop", "input", "weight"), ((64, 72, 1), (40, 40, 40), (16, 16, 16)), (3, 5, 7))
+    for (dtype, precision), layout, direction, (c, k, groups), taps in families:
+        options: dict[str, Any] = {"groups": groups, "dtype": dtype, "precision": precision, "layout": layout}
+        options |= {"padding": taps // 2, "padding_mode": r.choice(("reflect", "replicate", "circular", "symmetric"))}
+        x, w = (2, c, 12, 16), (k, c // groups, taps, taps)
+        forward = ConvProblem.forward(2, x, w, **options)
+        yield forward if direction == "fprop" else ConvProblem.gradient(direction, 2, x, w, forward.result_shape, **options)
+
+
+def by_hand() -> Iterator[tuple[ConvProblem, Config]]:
+    """What hardly any small problem comes to by itself: borders in planes on tensor cores, regions of five taps, rims of many planes."""
+    border = {"padding": 2, "padding_mode": "reflect"}
+    for dtype in ("float16", "bfloat16"):
+        planes = ConvProblem.forward(2, (2, 40, 12, 16), (40, 1, 5, 5), groups=40, dtype=dtype, **border)
+        yield planes, engines.Bordered(str(engines.DepthwiseToeplitz(24)))
+        dense = ConvProblem.forward(2, (2, 64, 12, 13), (72, 64, 5, 5), dtype=dtype, layout="NHWC", **border)
+        yield dense, engines.Bordered(str(engines.DenseNhwc(64, 64, 2)))
+    many = ConvProblem.forward(2, (64, 2100, 3, 3), (2100, 1, 3, 3), groups=2100, padding=1, padding_mode="reflect")
+    yield many, engines.Rims(str(engines.Tile(8, 16, 2)))
+    odd = ConvProblem.forward(2, (2, 18, 9, 8), (20, 18, 3, 3), padding=1, padding_mode="reflect", dtype="float16")
+    yield odd, engines.Rims(str(engines.ImplicitGemm80(64, 128, 4)))
+
+
 def launches(schedule: Schedule) -> list[KernelLaunch]:
     """All that a schedule may launch."""
     return [launch for part in (
@@ -124,7 +150,7 @@ def pool(device: Any, count: int, each: int) -> Iterator[tuple[Case, set[tuple]]
     """
     measured = [choice.config for path in sorted(TABLES.glob("*.json")) for choice in tune.Table(path).read().values()]
     r, came = random.Random(1), Counter[tuple[str, str]]()
-    for problem in chain(problems(count), adapted_problems()):
+    for problem in chain(problems(count), adapted_problems(), bordered_layers()):
         launched = problem.launched
         for engine in registry.ENGINES:
             if launched.layout not in engine.LAYOUTS or engine.unsupported(device):
@@ -139,6 +165,11 @@ def pool(device: Any, count: int, each: int) -> Iterator[tuple[Case, set[tuple]]
                 came.update(keys[config])
                 with_moments = r.random() < 0.4
                 yield (problem, config, with_moments), features(config, engines.schedule(problem, config, device, with_moments))
+
+
+    for problem, config in by_hand():
+        if engines.refusal(problem, config, device) is None:
+            yield (problem, config, False), features(config, engines.schedule(problem, config, device))
 
 
 def cases(device: Any, count: int = 5280, each: int = 1) -> list[Case]:

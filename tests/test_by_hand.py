@@ -121,8 +121,6 @@ def test_a_configuration_of_several_launches_has_no_one_source():
 
 @pytest.fixture
 def fake(tmp_path, monkeypatch):
-    if shutil.which("gcc") is None or sys.platform != "linux":
-        pytest.skip("the driver's stand-in is built by gcc on Linux")
     fake = FakeCuda(tmp_path, monkeypatch)
     drv = sys.modules["pycuda.driver"]
     drv.function_attribute = SimpleNamespace(MAX_DYNAMIC_SHARED_SIZE_BYTES="dynamic")

@@ -412,15 +412,13 @@ class Bench:
 
 
 class Late:
-    """An event that comes after a while, or an error."""
+    """An event that comes after a while."""
 
-    def __init__(self, seconds=0.0, error=None):
-        self.at, self.error = time.monotonic() + seconds, error
+    def __init__(self, seconds):
+        self.at = time.monotonic() + seconds
 
     def synchronize(self):
         time.sleep(max(0.0, self.at - time.monotonic()))
-        if self.error:
-            raise self.error
 
 
 VIEWS = {
@@ -484,6 +482,17 @@ def test_parts_arrive_in_order_with_the_right_bytes_wherever_it_ends(monkeypatch
             parts = some_parts(rng, rng.choice(list(VIEWS)), rng.randrange(1, 40), rng.choice((1, 30, 3000, 50_000)))
             within(work, parts, rng, rng.choice((None, None, rng.randrange(len(parts) + 1))))
         settle()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("work", [feed, land])
+def test_an_error_in_a_thread_is_raised_and_not_waited_for(monkeypatch, work, threads):
+    with_threads(monkeypatch, threads, False)
+    monkeypatch.setattr(Late, "synchronize", lambda self: 1 // 0)
+    rng = random.Random(1)
+    with pytest.raises(ZeroDivisionError):
+        within(work, some_parts(rng, "plain", 40, 100), rng)
+    settle()
 
 
 # ---- a simulated GPU

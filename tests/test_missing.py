@@ -95,7 +95,7 @@ def test_gpuarrays(dtype):
     if dtype != "uint8":
         x[rng.random(x.shape) < 0.2] = np.nan
     taps = w.astype("float64" if dtype == "float64" else "float32")
-    with pc.runtime.get_device("cuda:0").current():
+    with pc.runtime.get_device("cuda:0"):
         there, filter, mask = gpuarray.to_gpu(x), gpuarray.to_gpu(taps), gpuarray.to_gpu(gone)
         got = pc.conv2d(there, filter, padding=1, nan="interpolate", mask=mask).get()
         np.testing.assert_allclose(got, pc.conv2d(x, taps, padding=1, nan="interpolate", mask=gone, device="cuda:0"), rtol=3e-6)

@@ -461,6 +461,26 @@ def test_a_zarr_keeps_what_it_is(run, zarr_format, dtype):
     assert zarr_format == 2 or (b.metadata.dimension_names == ("y", "x") and b.shards == a.shards)
 
 
+def test_a_zarr_is_stored_as_before(run):
+    zarr, numcodecs = pytest.importorskip("zarr"), pytest.importorskip("numcodecs")
+    ways = [
+        {"order": "F"}, {"filters": [numcodecs.Delta(dtype="u2")]}, {"chunk_key_encoding": {"name": "v2", "separator": "/"}}, {"fill_value": None},
+        {"compressors": None}, {"zarr_format": 3, "chunk_key_encoding": {"name": "default", "separator": "."}}, {"dtype": ">u2"},
+        {"zarr_format": 3, "filters": [zarr.codecs.TransposeCodec(order=(1, 0))]}, {"zarr_format": 3, "dtype": "float32", "fill_value": float("nan")},
+    ]  # fmt: skip
+    for number, way in enumerate(ways):
+        options = {"shape": (H, W), "chunks": (8, 8), "dtype": "uint16", "zarr_format": 2, **way}
+        names = {"dimension_names": ("y", "x")} if options["zarr_format"] == 3 else {}
+        a = zarr.create_array(f"{number}.zarr", **options, **names)
+        a[...] = pixels(1, np.uint16)
+        assert run("--filter", "identity", f"{number}.zarr", f"new{number}.zarr", "--axes", "yx")[0] == 0
+        b = zarr.open_array(f"new{number}.zarr", mode="r")
+        assert np.array_equal(a[...], b[...]) and str(a.metadata.to_dict()) == str(b.metadata.to_dict())
+    zarr.create_array("a.zarr", shape=(H, W), chunks=(8, 8), dtype="uint16", fill_value=1000)[...] = 7
+    status, _, err = run("--filter", "identity", "a.zarr", "b.zarr", "--axes", "yx", "--dtype", "uint8")
+    assert status == 0 and "its fill value, 1000, is no uint8" in err
+
+
 def test_packed_values_are_not_misread(run):
     zarr = pytest.importorskip("zarr")
     a = zarr.create_array("offset.zarr", shape=(H, W), chunks=(8, 8), dtype="int16", attributes={"add_offset": 5.0})

@@ -168,7 +168,7 @@ def test_every_table_is_tried_here():
     assert found == CALLS
 
 
-def printed(printer, width, monkeypatch, colours=False):
+def printed(printer, width, monkeypatch, colours=False, **wanted):
     """What a command prints on a terminal of that width, or into a file; and the tables in it."""
     stream, tables, original = io.StringIO(), [], terminal.Table.__rich_console__
 
@@ -178,7 +178,8 @@ def printed(printer, width, monkeypatch, colours=False):
 
     for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("TERM", "xterm-256color")
+    for name, value in {"TERM": "xterm-256color", **wanted}.items():
+        monkeypatch.setenv(name, value)
     if width is not None:
         monkeypatch.setenv("COLUMNS", str(width))
         stream.isatty = lambda: colours
@@ -230,9 +231,13 @@ def test_verdicts_are_green_and_red_where_colours_are_wanted(monkeypatch, width)
     rows = [("one", "pass"), ("two", "FAIL"), ("three", "ok"), ("four", "no memory")]
     show = lambda: terminal.console().print(terminal.table("T", ("case", "verdict", "m"), [(*row, "x" * 60) for row in rows]))  # noqa: E731
     assert "\x1b" not in printed(show, width, monkeypatch)[0]
-    text = printed(show, width, monkeypatch, colours=True)[0]
-    for word, colour in (("pass", 32), ("FAIL", 31), ("ok", 32), ("no memory", 31)):
-        assert re.search(rf"\x1b\[(1;)?{colour}m *{word}\x1b\[0m", text), (word, text)
+    for text in (
+        printed(show, width, monkeypatch, colours=True)[0], printed(show, width, monkeypatch, FORCE_COLOR="1")[0]
+    ):
+        for word, colour in (("pass", 32), ("FAIL", 31), ("ok", 32), ("no memory", 31)):
+            assert re.search(rf"\x1b\[(1;)?{colour}m *{word}\x1b\[0m", text), (word, text)
+    for colours in (False, True):
+        assert not re.search(r"\x1b\[\d*;?3\d", printed(show, width, monkeypatch, colours, NO_COLOR="1", FORCE_COLOR="1")[0])
 
 
 def test_filters_of_images_are_wrong_beyond_rounding():

@@ -71,6 +71,11 @@ def test_shipped_kernels_serve_their_gpus(shipped):
     assert binaries.shipped(TEXT + " ", "sm_80") is None
 
 
+def test_kernels_of_other_headers_are_not_taken(shipped, monkeypatch):
+    monkeypatch.setattr(binaries, "headers", lambda: "another")
+    assert binaries.shipped(TEXT, "sm_80") is None
+
+
 @pytest.mark.parametrize("where", [0.05, 0.5])
 def test_a_damaged_shipped_kernel_is_compiled(shipped, caplog, where):
     data = bytearray(shipped.read_bytes())

@@ -18,8 +18,9 @@
 //          more room than the ring.
 // Loads    of dy: boxes of BLOCK_K positions. Of x: TMA's im2col mode, as many consecutive positions, shifted by a block's tap, across rows and images.
 //          Padding, and what lies behind the last position of either, arrives as zeros.
-// Border   BORDERED: of an image's own pixels. Positions come region by region: the interior of dy, and single rows and columns at its sides, whose taps
-//          have the offsets of the pixels that the border shows. dy is loaded as x is, each region by maps of its own.
+// Border   BORDERED: of an image's own pixels. Positions come region by region: all, with zeros around x; then once more single rows and columns of dy at
+//          its sides. Their taps that meet places outside have the offsets of the pixels that stand there, and the others load zeros. There dy is loaded
+//          as x is. Each region has maps of its own.
 // Groups   A group pack is neighbouring groups whose channels of x fit a block, or one group. Products of channels of two different groups are not
 //          written.
 // Ends     Blocks of channels past the last one are not loaded. What lies in their place, and channels of the next group pack, only reach sums that
@@ -167,7 +168,8 @@ DEVICE void produce(const RegionMaps& maps, const Regions& regions, const WgradN
     barrier_expect(arrived, (of.dy_blocks + of.x_blocks) * BLOCK_BYTES);
 #pragma unroll
     for (int i = 0; i < DY_BLOCKS; ++i)
-      if (i < of.dy_blocks) load_im2col(spatial_dims, dy + i * BLOCK_BYTES, maps.dy + number, arrived, k + CHANNELS * i, pixel, 0, 0, 0);
+      if (i < of.dy_blocks && number == 0) load_box(dy + i * BLOCK_BYTES, maps.dy, arrived, k + CHANNELS * i, step * BLOCK_K, 0);
+      else if (i < of.dy_blocks) load_im2col(spatial_dims, dy + i * BLOCK_BYTES, maps.dy + number, arrived, k + CHANNELS * i, pixel, 0, 0, 0);
 #pragma unroll
     for (int i = 0; i < X_BLOCKS; ++i)
       if (i < of.x_blocks)

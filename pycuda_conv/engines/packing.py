@@ -18,7 +18,6 @@ from pycuda_conv.engines.geometry import (
     arguments,
     by_axis,
     ceil,
-    divider,
     filter_last_strides,
     filter_strides,
     near_sides,
@@ -128,7 +127,7 @@ class PackedArray:
         if not array.defines["RANGE_CHECK"] or array.clustered:
             return array
         slices = max(1, min(array.tiles, SLOTS * multiprocessors // array.images)) if array.defines["IN"] == FLOAT else 1
-        return replace(array, arguments=array.arguments._replace(slices=slices, by_slices=divider(slices)))
+        return replace(array, arguments=arguments(PackArguments, array.arguments, slices=slices))
 
     def scale_places(self, scratch: Arena, scales: BufferSlice, flags: BufferSlice) -> tuple[BufferSlice, ...]:
         """Where a launch writes scales and flags; and, without clusters, the extremes of tiles, which get a place in `scratch`."""
@@ -318,7 +317,7 @@ def pack_operands(
         of_rows = rows.scale_places(kept, w_scales, w_flags)
         tiles, w_tiles = tiles + (_shared_tiles(rows) << 32), of_rows[-1] if rows.scale_blocks else NOWHERE
         of_filter = (WEIGHT, WEIGHT, w_limbs, *of_rows, w_limbs, w_scales, w_flags, NOWHERE)
-        one = rows.arguments._replace(slices=min(rows.arguments.slices, 1), by_slices=divider(1))  # no product follows to clear the tiles
+        one = arguments(PackArguments, rows.arguments, slices=min(rows.arguments.slices, 1))  # no product follows to clear the tiles
         prepare, images_alone = [[_pack_alone(replace(rows, arguments=one), of_filter)]], pack(0, images.blocks)
         both = [[_pack_alone(rows, of_filter), *images_alone[0]]]
     else:
@@ -336,9 +335,7 @@ def _with_filter(
     strides = dict(zip(("w_m", "w_c", "w_tap"), filter_last_strides(problem), strict=True)) if filter_last else {}
     args = images.arguments._replace(**strides)
     if args.w_m == 1 and not packed.level and written // problem.groups % NEIGHBOUR_ROWS == 0:  # without shared memory
-        by_one = divider(1)
-        args = args._replace(fitting=0, by_fitting=by_one, part_pieces=0, by_part_pieces=by_one, parts=1, by_parts=by_one)
-        args = args._replace(row_bits=NEIGHBOUR_ROWS.bit_length() - 1)
+        args = arguments(PackArguments, args, fitting=0, part_pieces=0, parts=1, row_bits=NEIGHBOUR_ROWS.bit_length() - 1)
         shared = 0
     elif written >= MANY_ROWS * multiprocessors and _short_rows(problem, packed):
         args = args._replace(row_bits=WARPS.bit_length() - 1)
@@ -352,7 +349,7 @@ def _pack_beside(images: PackedArray, buffers: tuple[BufferSlice, ...], rows: in
     """The launch that packs so many `rows` of the filter, and the images in so many `blocks`; either may be 0."""
     args = images.arguments._replace(filter_rows=rows, tickets=tickets if blocks else 0)
     if not blocks:
-        args = args._replace(slices=0, by_slices=divider(1))
+        args = arguments(PackArguments, args, slices=0)
     shared = max(images.shared if blocks else 0, images.filter_shared if rows else 0)
     grid = images.in_clusters(rows >> args.row_bits) + blocks  # all blocks of a cluster pack images, or all pack the filter
     return KernelLaunch("pack", images.defines, grid, PACK_THREADS, buffers, (), shared=shared, arguments=args)

@@ -155,9 +155,8 @@ class _Work(NamedTuple):
             return space.empty(_result_shape(x.shape, terms), want, x)
         if not x.ndim:
             return converted(space, space.cast(x, sums), want, self.rounding)
-        if input == "bool":
-            x = space.bytes_of(x)
-        elif sums == "float64" or input not in CODES:
+        x = space.bytes_of(x) if input == "bool" else x
+        if sums == "float64" or (input != "bool" and input not in CODES):
             x = space.cast(x, sums)
         straight = want if want == sums or (sums == "float32" and want in CODES and want != "float64") else sums
         if self.rounding == "scipy" and want in INTEGERS:

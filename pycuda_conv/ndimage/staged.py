@@ -42,10 +42,9 @@ class Band(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """A call whose bands are a launch each: for another array like `given` they make a result of that shape and type again."""
+    """A call whose bands are a launch each: of another such array they make a result of that shape and type again."""
 
     device: Any
-    given: tuple[str, tuple[int, ...]]
     cut: Sequence[Band]
     tapes: Sequence[Taped]
     shape: tuple[int, ...]
@@ -75,7 +74,7 @@ class _Known(NamedTuple):
 _calls: dict[Hashable, _Known] = {}
 _repeated: dict[Hashable, _Known] = {}
 MOST_CALLS = 64
-#: The last result of each thread, of which nothing keeps it, and how it is made again.
+#: The last result of each thread, which nothing here keeps alive, where the array lies that it was made of, and how it is made again.
 _last = threading.local()
 
 
@@ -134,12 +133,12 @@ def joined(
         result = _in_bands(device, given, cut, room, launch)
         if len(tapes) != len(cut):
             return result
-        known = _Known(device, _like(given), cut, [one._replace(x=None) for one in tapes], tuple(shape), output)
+        known = _Known(device, cut, [one._replace(x=None) for one in tapes], tuple(shape), output)
         _keep(_calls, key, known)
     else:
         result = known.again(given, room)
-    if isinstance(result, np.ndarray) and target is None:
-        _last.made = weakref.ref(result), known
+    if isinstance(x, np.ndarray) and target is None:
+        _last.made = weakref.ref(result), _place(x), known
     return result
 
 
@@ -160,10 +159,10 @@ def _in_bands(
         up, _, down = device.pipeline_streams()
         source = _Source(device, given, cut, up)
         try:
-            source.bring(cut[0].needed)  # before the rest is prepared
+            source.send(1)  # before the rest is prepared
             result, held = room()
             for number, band in enumerate(cut):
-                source.bring(band.needed)
+                source.bring(number)
                 at = launch(number, source, made)
                 device.order(None, down)
                 copies.to_host(held[band.begin : band.end], at, down)
@@ -189,15 +188,16 @@ def repeatable(function: Callable[..., Any]) -> Callable[..., Any]:
             return known.again(input, known.room)
         result = function(input, *args, **options)
         last, _last.made = getattr(_last, "made", None), None
-        if last is not None and name is not None and last[0]() is result and last[1].given == _like(input):
-            _keep(_repeated, name, last[1])
+        if last is not None and name is not None and last[0]() is result and last[1] == _place(input):
+            _keep(_repeated, name, last[2])
         return result
 
     return called
 
 
-def _like(array: np.ndarray) -> tuple[str, tuple[int, ...]]:
-    return array.dtype.str, array.shape
+def _place(array: np.ndarray) -> tuple[int, str, tuple[int, ...]]:
+    """What tells an array that is alive from others."""
+    return array.__array_interface__["data"][0], array.dtype.str, array.shape
 
 
 def _name(function: Any, input: np.ndarray, args: Sequence[Any], options: Mapping[str, Any]) -> Hashable:
@@ -205,14 +205,16 @@ def _name(function: Any, input: np.ndarray, args: Sequence[Any], options: Mappin
     if input.nbytes < LEAST_BAND or not input.flags.c_contiguous or not input.dtype.isnative:
         return None
     try:
-        return function, _like(input), _named(args), tuple((key, _named(value)) for key, value in options.items())
+        return function, input.dtype.str, input.shape, _named(args), tuple((key, _named(value)) for key, value in options.items())
     except TypeError:
         return None
 
 
 def _named(value: Any) -> Hashable:
-    """An argument by its value and type, as 1, 1.0 and True differ."""
-    if type(value) in (int, float, str, bool, NoneType):
+    """An argument by its value and type, as 1, 1.0 and True differ, and 0.0 and -0.0."""
+    if type(value) is float:
+        return float, value.hex()
+    if type(value) in (int, str, bool, NoneType):
         return type(value), value
     if type(value) in (tuple, list):
         return tuple(map(_named, value))
@@ -224,36 +226,40 @@ def _named(value: Any) -> Hashable:
 
 
 class _Source:
-    """An array that is copied to `memory` on a GPU: ordinary memory goes through two page-locked buffers, which take turns."""
+    """An array that is copied to `memory` on a GPU, as its bands need it: ordinary memory goes through two page-locked buffers by turns."""
 
     def __init__(self, device: Any, array: np.ndarray, cut: Sequence[Band], stream: Any) -> None:
-        self._device, self._array, self._stream, self._there = device, array, stream, 0
+        self._device, self._array, self._cut, self._stream = device, array, cut, stream
         self.memory, self.row_bytes = device.allocate(array.nbytes), array.nbytes // len(array)
         device.order(None, stream)  # the pool's memory may still be in use by the default stream
+        #: an event of each band whose rows are on their way, and how many these are
+        self._events: list[Any] = []
+        self._sent = 0
         self._buffers: list[np.ndarray] = []
-        self._left: list[Any] = [None, None]
         if len(cut) > 1 and not device.is_pinned(array):
             rows = max(band.needed - before for before, band in zip([0, *(band.needed for band in cut)], cut, strict=False))
             self._buffers = [device.pinned_or_ordinary((rows, *array.shape[1:]), array.dtype) for _ in range(2)]
 
-    def bring(self, end: int) -> None:
-        """Let the default stream's later work find all rows before `end` there."""
-        if end <= self._there:
-            return
-        part, at = self._array[self._there : end], int(self.memory) + self._there * self.row_bytes
-        if self._buffers:
-            if self._left[0] is not None:
-                self._left[0].synchronize()
-            held = self._buffers[0][: len(part)]
-            staging.copy(held, (held, part))
-            part = held
-        copies.to_device(at, part, self._stream)
-        if self._buffers:
-            self._left[0] = self._device.recorded(self._stream)
-            self._buffers.reverse()
-            self._left.reverse()
-        self._device.order(self._stream, None)
-        self._there = end
+    def send(self, count: int) -> None:
+        """Begin to copy what the first `count` bands need; page-locked memory is copied a band ahead, so that the bus never waits."""
+        for band in self._cut[len(self._events) : count + (not self._buffers)]:
+            part, at = self._array[self._sent : band.needed], int(self.memory) + self._sent * self.row_bytes
+            if self._buffers and len(part):
+                if len(self._events) > 1:
+                    self._events[-2].synchronize()
+                held = self._buffers[0][: len(part)]
+                staging.copy(held, (held, part))
+                part = held
+                self._buffers.reverse()
+            if len(part):
+                copies.to_device(at, part, self._stream)
+            self._events.append(self._device.recorded(self._stream))
+            self._sent = max(self._sent, band.needed)
+
+    def bring(self, number: int) -> None:
+        """Let the default stream's later work find the rows that a band needs."""
+        self.send(number + 1)
+        self._events[number].hold()
 
 
 def _room(bench: Bench, shape: Sequence[int], output: str, like: Any, target: Any) -> Any:

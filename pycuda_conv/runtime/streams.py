@@ -59,6 +59,10 @@ class Event:
         driver.check(driver.libcuda().cuEventRecord(self.handle, driver.handle_of(stream)), "cuEventRecord")
         return self
 
+    def hold(self, stream: Any = None) -> None:
+        """Let the later work of `stream` wait for the event."""
+        driver.check(driver.libcuda().cuStreamWaitEvent(driver.handle_of(stream), self.handle, 0), "cuStreamWaitEvent")
+
     def synchronize(self) -> None:
         """Wait until the event comes."""
         driver.check(driver.libcuda().cuEventSynchronize(self.handle), "cuEventSynchronize")

@@ -38,9 +38,9 @@ CASES = Cases(
     finished=[(*chosen(case, mode, 2), ("gelu",)) for case, mode in ((POINT, "fp32"), (DENSE, "fp16 last"), (DENSE, "tf32"))],
     orders=[(DENSE, "fp32", [ByImages(str(Gemm(64, 64, 16, 8, 4, 4, split)), images) for split, images in ((1, 1), (1, 2), (2, 2))], 2)],
     refused=[
-        (DENSE, "fp32", ByImages(str(Gemm()), 5), "not so many images"), (ODD, "fp32", ByImages(str(Gemm()), 2), "don't begin aligned"), (DENSE, "fp32", ByImages("Nobody()", 2), "as it is printed"),
+        (DENSE, "fp32", ByImages(str(Gemm()), 5), "not so many images"), (fprop((130, 24, 6, 6), (16, 24, 3, 3)), "fp32", ByImages(str(Gemm()), 2), "more than 64 parts"), (ODD, "fp32", ByImages(str(Gemm()), 2), "don't begin aligned"), (DENSE, "fp32", ByImages("Nobody()", 2), "as it is printed"),
         (DENSE, "fp32", ByImages("Tile()", 2), "channel"), (fprop((0, 8, 9, 9), (8, 8, 3, 3)), "fp32", ByImages(str(Gemm()), 1), "nothing to compute"),
     ],
-    chosen=[*((problem, True) for problem in LARGE.values()), *((replace(problem, algorithm="batch_invariant"), True) for problem in LARGE.values()), (replace(LARGE["result"], N=15), False)],
+    chosen=[*((problem, True) for problem in LARGE.values()), *((replace(problem, algorithm="batch_invariant"), True) for problem in LARGE.values()), (replace(LARGE["result"], N=15), False), (replace(LARGE["result"], N=2000), False)],
     devices={((9, 0), "cuda"): True, ((0, 0), "opencl"): False},
 )  # fmt: skip

@@ -122,12 +122,12 @@ def _overhead_us(problem: ConvProblem, delegate: Config | None, device: Device) 
     if delegate is not None and registry.adds_border(problem, delegate):
         us += registry.engine_of(delegate).border_time(problem, delegate)
     wide = padded.result_shape if folds else padded.input_shape
-    moved_bytes = 0
+    moved_bytes = 0.0
     if _copies(problem, delegate):
         moved_bytes += problem.input_itemsize * math.prod(problem.input_shape) + problem.itemsize * math.prod(wide)
         us += COST.BEGIN
     if folds:
-        moved_bytes += problem.itemsize * (math.prod(problem.result_shape) + math.prod(wide))
+        moved_bytes += COST.FOLDED * problem.itemsize * (math.prod(problem.result_shape) + math.prod(wide))
         us += COST.BEGIN
     if problem.result_dtype:
         moved_bytes += (problem.itemsize + problem.result_itemsize) * math.prod(problem.result_shape)

@@ -21,6 +21,7 @@ from pycuda_conv.engines.schedule import INPUT, RESIDUAL, RESULT, Schedule
 from pycuda_conv.runtime.base import KernelLaunch
 
 MOST_ELEMENTS = 2**31 - 2**20  # of an array that kernels count in 32 bits, up to the end of a tile
+MOST_PARTS = 64  # into which a batch is cut: no GPU has memory for more arrays of 2^31 elements
 ALIGNED = 16  # bytes at which kernels expect an array to begin
 
 
@@ -46,10 +47,10 @@ def _step(problem: ConvProblem) -> int:
 
 
 def images_at_a_time(problem: ConvProblem) -> int:
-    """The images that are counted in 32 bits, for launches of equal work; 0 where no image is, or where all are."""
+    """The images that are counted in 32 bits, for launches of equal work; 0 where no image is, all are, or it takes too many."""
     image, step = max(_elements(problem)), _step(problem)
     most = MOST_ELEMENTS // image // step * step
-    if not most or problem.N <= most:
+    if not most or not most < problem.N <= MOST_PARTS * most:
         return 0
     return min(most, ceil(ceil(problem.N, ceil(problem.N, most)), step) * step)
 
@@ -95,6 +96,7 @@ TAKES = Takes(("it computes images, not gradients by the filter", lambda p: p.di
 LEGAL = Tiles(
     TAKES, ByImages,
     lambda p, config: None if config.IMAGES < p.N else "there are not so many images",
+    lambda p, config: f"it would cut the batch into more than {MOST_PARTS} parts" if config.IMAGES * MOST_PARTS < p.N else None,
     lambda p, config: "the next images don't begin aligned" if config.IMAGES % _step(p) else None,
     lambda p, config: _around(config.IMAGES).fits(p, config), _serves_last,
 )  # fmt: skip

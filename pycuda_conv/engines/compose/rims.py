@@ -87,13 +87,14 @@ def _rims_us(problem: ConvProblem, delegate: object, device: Device) -> float:
     if problem.layout in rims.OF_FILTER:
         return COST.OF_FILTER_BEGIN + spread(COST.OF_FILTER[problem.layout] * rims.summands_of_filter(problem), device.multiprocessors)
     taps, read = math.prod(problem.filter_size), problem.operand_channels // problem.groups
+    again = COST.PLACES[problem.layout] if problem.direction == "dgrad" and not rims.adds(problem) else 1.0
     if rims.on_tensor_cores(problem, device):
-        met = math.sqrt(taps) if rims.adds(problem) else taps
+        met = math.sqrt(taps) if rims.adds(problem) else taps * again
         waves = max(rims.product_blocks(problem) / (2 * device.multiprocessors), 1.0)
         return COST.BEGIN + COST.STEP[problem.layout] * waves * met * ceil(read * problem.itemsize, 128)
     elements = rims.results(problem) * problem.N * problem.result_channels
     each, lines = COST.ELEMENT[problem.layout], COST.LINE * rims.columns(problem) if problem.layout == "NCHW" else 0.0
-    return COST.BEGIN + lines + spread(elements * (each + COST.PRODUCT * taps * read), device.multiprocessors)
+    return COST.BEGIN + lines + spread(elements * (each + COST.PRODUCT[problem.layout] * again * taps * read), device.multiprocessors)
 
 
 AROUND: Around = Around(_among_zeros, _rims_us, lambda _: Rims, adapts)

@@ -187,7 +187,7 @@ def adds_border(source: ConvProblem, problem: ConvProblem, config: Config) -> bo
     return isinstance(config, Wgrad) and config.FILTERS == 1
 
 
-BORDERED_TAP = 0.6e-6  # microseconds that a product of ``direct/wgrad.cu`` takes longer where a pixel's place has to be found
+BORDERED_TAP = 0.8e-6  # microseconds that a product of ``direct/wgrad.cu`` takes longer where a pixel's place has to be found
 
 
 def border_time(source: ConvProblem, config: Config) -> float:
@@ -390,7 +390,9 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
         us = max(spread(max(planes * of_plane, moved), device.multiprocessors), alone)
         if problem.border is not None:
             at_edges = blocks - max(ceil(p, config.TILE_P) - 2, 0) * max(ceil(q, config.TILE_Q) - 2, 0)
-            us += spread(planes * at_edges * config.TILE_Q * COST.TILE_EDGE, device.multiprocessors)
+            outside = math.prod(problem.padded.input_size) - math.prod(problem.input_size)
+            shows = COST.SHOWN_TAP * taps * outside if shown(problem) else 0.0
+            us += spread(planes * (at_edges * config.TILE_Q * COST.TILE_EDGE + shows), device.multiprocessors)
         return COST.TILE_START + us * (1.0 if problem.K == problem.C else 2.0)  # the results of a channel each read it again
     if isinstance(config, Wgrad):
         return wgrad_time(problem, config, device.multiprocessors)

@@ -216,22 +216,19 @@ def schedule(
         defines = of_doubles | index | shape | linear | {"MODE": mode}
         return [KernelLaunch("fft_blocks_columns", defines, grid, threads, buffers, (), arguments=args, shared=shared)]
 
-    def along(args: Any, axis: int, **more: int) -> Any:
-        """The arguments of blocks_columns.cu for an axis: 0 of the depth, 1 of columns."""
+    def along(args: Any, axis: int, needless: int = 0, **more: int) -> Any:
+        """The arguments of blocks_columns.cu for an axis: 0 of the depth, 1 of columns; the first `needless` lines of a group stay."""
         d, h, _ = config.lengths
         length, found = config.lengths[axis], factors(config.lengths[axis]) or ()
         of_group, step, apart = (d, h, 1) if axis else (h, 1, h)
-        numbers = args._asdict() | {
+        numbers = {
             "axis_length": length, "axis_eighth": length // 8, "axis_factors": _packed_factors(found), "axis_count": len(found),
-            "apart": apart, "lines": args.groups * of_group, "lines_of_group": of_group, "line_step": step, "rows_read": args.rows,
-            "rows": d * h, "there": args.rows if d == 1 else length, "needed": 0 if args.linear else problem.filter_size[axis] - 1,
-            "first_line": 0, "notes": 0, "turns_axis": turns_at[length], "from_at": args.to_at,
-        } | more  # fmt: skip
-        if more.get("backward"):  # planes that no result needs stay
-            needless = problem.filter_size[0] - 1
-            numbers |= {"first_line": needless, "lines_of_group": of_group - needless, "lines": args.groups * (of_group - needless)}
-        kept = {name: value for name, value in numbers.items() if not name.startswith("by_") and name != "backward"}
-        return arguments(BlocksArguments, **kept)
+            "apart": apart, "lines": args.groups * (of_group - needless), "lines_of_group": of_group - needless, "line_step": step,
+            "rows_read": args.rows, "rows": d * h, "there": args.rows if d == 1 else length,
+            "needed": 0 if args.linear else problem.filter_size[axis] - 1, "first_line": needless, "notes": 0,
+            "turns_axis": turns_at[length], "from_at": args.to_at,
+        }  # fmt: skip
+        return arguments(BlocksArguments, args, **numbers | more)
 
     operands = OPERANDS
     steps = []
@@ -248,14 +245,15 @@ def schedule(
     prepare.append(columns(FORWARD, last, problem.groups, packed.buffer))
 
     for first in range(0, blocks.pairs, at_once):
-        numbers = of_image._asdict() | {"first_pair": first, "pairs": min(at_once, blocks.pairs - first), "resets": int(first == 0)}
-        args = arguments(BlocksArguments, **{name: value for name, value in numbers.items() if not name.startswith("by_")})
+        args = arguments(
+            BlocksArguments, of_image, first_pair=first, pairs=min(at_once, blocks.pairs - first), resets=int(first == 0)
+        )
         steps.append(rows(args, read, INPUT, WORKSPACE))
         if deep:
             steps.append(columns(FORWARD, along(args, 1, notes=OF_PAIR), read, WORKSPACE))
         steps.append(columns(WHOLE, along(args, 0 if deep else 1, to_at=made_at, notes=0 if deep else OF_PAIR), written, WORKSPACE))
         if deep:
-            steps.append(columns(BACKWARD, along(args, 1, from_at=made_at, to_at=made_at, backward=1), written, WORKSPACE))
+            steps.append(columns(BACKWARD, along(args, 1, problem.filter_size[0] - 1, from_at=made_at, to_at=made_at), written, WORKSPACE))
         steps.append([KernelLaunch(
             "fft_blocks_results", dtype | index | shape, written * args.pairs * args.result_parts, threads,
             (*operands, WORKSPACE, packed.buffer, WORKSPACE), (), arguments=args._replace(from_at=made_at), shared=shared,

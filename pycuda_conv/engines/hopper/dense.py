@@ -202,7 +202,10 @@ def adds_border(source: ConvProblem, problem: ConvProblem, config: DenseNhwc) ->
 
 def border_time(source: ConvProblem, config: DenseNhwc) -> float:
     """Microseconds that the sides of a result take beside the time of the wider image's."""
-    return float(COST.SIDES_TIME + COST.SIDES_LAUNCH * (ceil(len(regions(source) or ()), REGIONS[-1]) - 1))
+    found = regions(source) or ()
+    sides = sum(ceil(source.N * math.prod(one.addressing.phase.size), config.BLOCK_M) for one in found if not one.interior)
+    tiles, more = sides * ceil(source.result_channels, config.BLOCK_N), ceil(len(found), REGIONS[-1]) - 1
+    return float(COST.SIDES_TIME + COST.SIDE_TILE[len(found) > REGIONS[0]] * tiles + COST.SIDES_LAUNCH * more)
 
 
 def schedule(

@@ -17,7 +17,7 @@ from itertools import chain, product
 
 from pycuda_conv import borders
 from pycuda_conv.engines.addressing import CORNERS, MOST_STRIDE, OFFSETS, PhaseAddressing, size3
-from pycuda_conv.engines.geometry import Phase, near_sides
+from pycuda_conv.engines.geometry import Phase, ceil, near_sides
 from pycuda_conv.problem import ConvProblem, Size3
 
 MOST_TAPS = 8  # along an axis: each has a byte of a word
@@ -51,12 +51,8 @@ class _Segment:
     interior: bool = False
 
 
-def _segments(source: ConvProblem, axis: int, apart: bool = False) -> Iterator[_Segment]:
-    """The segments of an axis, the interior first; those of one result each follow.
-
-    With `apart` a result whose taps meet both ends of a long axis, as one that wraps does, has two: each has the taps of an end, and
-    zeros for the others. Then sums of single taps are right, not those of all taps.
-    """
+def _segments(source: ConvProblem, axis: int) -> Iterator[_Segment]:
+    """The segments of an axis, the interior first; those of one result each follow."""
     n, results, stride, dilation = (sizes[axis] for sizes in (source.input_size, source.output_size, source.stride, source.dilation))
     before, taps, words = source.padding_before[axis], source.filter_size[axis], (source.border or borders.NONE)[axis]
     numbers = tuple(range(taps))
@@ -78,13 +74,7 @@ def _segments(source: ConvProblem, axis: int, apart: bool = False) -> Iterator[_
         yield _Segment(begin, end - begin, 0, n, begin * stride - before, numbers, tuple(tap * dilation for tap in numbers), True)
     for j in (*range(begin), *range(end, results)):
         met = [place if shown[place + before] < 0 else shown[place + before] for place in places(j)]
-        if apart and min(met) >= 0 and max(met) < n and max(met) - min(met) > MOST_OFFSET:
-            for end in (False, True):
-                own = [place for place in met if (place > n // 2) == end]
-                offsets = tuple(place - min(own) if (place > n // 2) == end else max(own) - min(own) + 1 for place in met)
-                yield _Segment(j, 1, min(own), max(own) - min(own) + 1, 0, numbers, offsets)
-        else:
-            yield _single(j, n, numbers, met)
+        yield _single(j, n, numbers, met)
 
 
 def _single(number: int, size: int, taps: tuple[int, ...], met: list[int]) -> _Segment:
@@ -122,11 +112,8 @@ def _gradient_segments(source: ConvProblem, axis: int) -> Iterator[_Segment]:
 
 
 @lru_cache(maxsize=256)
-def regions(source: ConvProblem, of_filter: bool = False) -> tuple[Region, ...] | None:
-    """The regions of a forward convolution, or of the gradient by the input; None if there are too many or loads can't make one.
-
-    `of_filter`: each tap's sums are apart from others', as in the gradient by the filter.
-    """
+def regions(source: ConvProblem) -> tuple[Region, ...] | None:
+    """The regions of a forward convolution, or of the gradient by the input; None if there are too many or loads can't make one."""
     if source.direction == "wgrad" or source.border is None or near_sides(source) is None:
         return None
     gradient = source.direction == "dgrad"
@@ -135,7 +122,39 @@ def regions(source: ConvProblem, of_filter: bool = False) -> tuple[Region, ...] 
     at_sides = [sum(pair) // stride for pair, stride in zip(zip(*source.border_sizes, strict=True), source.stride, strict=True)]
     if max(at_sides) > MOST_REGIONS:
         return None
-    axes = [list(_gradient_segments(source, axis) if gradient else _segments(source, axis, of_filter)) for axis in range(3)]
+    return _of_axes(source, [list((_gradient_segments if gradient else _segments)(source, axis)) for axis in range(3)])
+
+
+def _added_segments(source: ConvProblem, axis: int) -> Iterator[_Segment]:
+    """All results of an axis, among zeros; then each result that meets places outside, by its taps there: by others it meets zeros."""
+    n, results, stride, dilation = (sizes[axis] for sizes in (source.input_size, source.output_size, source.stride, source.dilation))
+    before, taps, words = source.padding_before[axis], source.filter_size[axis], (source.border or borders.NONE)[axis]
+    numbers = tuple(range(taps))
+    shown = borders.rows(words, n, -before, (results - 1) * stride - before + (taps - 1) * dilation + 1)
+    yield _Segment(0, results, 0, n, -before, numbers, tuple(tap * dilation for tap in numbers), True)
+    low = min(ceil(max(before, 0), stride), results)
+    high = max(low, (n - (taps - 1) * dilation + before + stride - 1) // stride)  # from here on places lie behind the image
+    for j in (*range(low), *range(high, results)):
+        places = [j * stride - before + tap * dilation for tap in numbers]
+        met = [-1 if 0 <= place < n else shown[place + before] for place in places]
+        for end in (False, True):  # a place that wraps lies at the other end of the axis
+            own = [pixel for pixel in met if pixel >= 0 and (pixel > n // 2) == end]
+            if own:
+                first, length = min(own), max(own) - min(own) + 1
+                offsets = tuple(pixel - first if pixel in own else length for pixel in met)
+                yield _Segment(j, 1, first, length, 0, numbers, offsets)
+
+
+@lru_cache(maxsize=256)
+def added_regions(source: ConvProblem) -> tuple[Region, ...] | None:
+    """Regions whose sums of single taps add up to those of a convolution with a border: the first is that of zeros around the image."""
+    if near_sides(source) is None or max(source.filter_size) > MOST_TAPS or max(source.stride) > MOST_STRIDE:
+        return None
+    return _of_axes(source, [list(_added_segments(source, axis)) for axis in range(3)])
+
+
+def _of_axes(source: ConvProblem, axes: list[list[_Segment]]) -> tuple[Region, ...] | None:
+    """The regions of all combinations of the axes' segments."""
     if math.prod(map(len, axes)) > 1 + MOST_REGIONS or any(len(one.taps) > MOST_TAPS for one in chain(*axes)):
         return None
     boxes = list(product(*axes))

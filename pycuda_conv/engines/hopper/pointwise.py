@@ -46,7 +46,7 @@ class Pointwise(Config):
         return 16 * WARPS * self.BLOCKS
 
 
-CONFIGS, LAYOUTS, RUNS_ON, TENSOR_CORES, MOST_VARIANTS = (Pointwise,), ("NCHW", "NHWC", "CNHW"), HOPPER, True, {"cuda": 58}
+CONFIGS, LAYOUTS, RUNS_ON, TENSOR_CORES, MOST_VARIANTS = (Pointwise,), ("NCHW", "NHWC", "CNHW"), HOPPER, True, {"cuda": 48}
 ORDER = ("SPLIT",)  # what the order of sums depends on
 COST = costs("hopper.pointwise")
 PointwiseProduct = kernel_struct("hopper_pointwise", "PointwiseProduct")

@@ -21,7 +21,7 @@ from pycuda_conv.engines.base import ConvProblem, VariantSet, kernel_struct
 from pycuda_conv.engines.costs import costs, together
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, forward_of, pixel_by_pixel
 from pycuda_conv.engines.hopper.common import CLOCK, ROW, image_map, load_base, map_type, most_shared, pixel_cycles, stage_channels
-from pycuda_conv.engines.hopper.dense_borders import Region, in_words, regions
+from pycuda_conv.engines.hopper.dense_borders import Region, added_regions, in_words
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes
 from pycuda_conv.engines.hopper.wgrad_form import (
     FORM_COST,
@@ -180,7 +180,7 @@ REGIONS = 9, 25  # of a launch
 
 def _regions(source: ConvProblem) -> tuple[Region, ...] | None:
     """The regions of dy where the image of `source` has a border; None if loads can't make them."""
-    found = regions(replace(forward_of(source), direction="fprop"), True)
+    found = added_regions(replace(forward_of(source), direction="fprop"))
     return found if found is not None and len(found) <= REGIONS[-1] else None
 
 
@@ -288,7 +288,10 @@ def _maps(problem: ConvProblem, x: BufferSlice, dy: BufferSlice) -> tuple[dict[s
 def _of_regions(
     problem: ConvProblem, source: ConvProblem, x: BufferSlice, dy: BufferSlice
 ) -> tuple[tuple[Any, ...], tuple[TensorMap, ...]]:
-    """The arguments and the maps of the regions, with empty ones behind them; `problem`: that of the wider image."""
+    """The arguments and the maps of the regions, with empty ones behind them; `problem`: that of the wider image.
+
+    The first is that of zeros around the image; its dy is loaded by boxes.
+    """
     loaded, found, block = as_loaded(problem), _regions(source) or (), stage_channels(problem)
     size, kind = forward_of(source).input_size, tensor_map_type(problem)
     layouts = [PackedLayout(True, 0, (1, 1, 1), n, c, block, (1, 1, 1)) for n, c in ((loaded.output_size, loaded.K), (size, loaded.C))]
@@ -307,6 +310,9 @@ def _of_regions(
             array = replace(loaded, C=channels)
             made = image_map(array, buffer, layout, addressing, block, part=part)
             of_array.append(replace(made, offset=made.offset + offset, dtype=kind))
+    buffer, offset = dy if isinstance(dy, tuple) else (dy, 0)
+    positions, row = position_count(problem), problem.itemsize * loaded.K
+    maps[0][0] = TensorMap(buffer, offset, (loaded.K, positions, 1), (row, row * positions), (block, block, 1), ROW, kind)
     more = next(n for n in REGIONS if n >= len(found)) - len(found)
     return tuple(args + args[-1:] * more), tuple(one for of_array in maps for one in of_array + of_array[-1:] * more)
 

@@ -133,6 +133,11 @@ LEGAL = Tiles(
 )  # fmt: skip
 
 
+def border_time(source: ConvProblem, config: FewInputs) -> float:
+    """Microseconds that reading a border takes beside the time of the wider image's."""
+    return float(COST.BORDERED * source.N * math.prod(source.input_size))
+
+
 def adds_border(source: ConvProblem, problem: ConvProblem, config: FewInputs) -> bool:
     """Whether :func:`schedule` takes the image of `source`, which has a border, for the wider one of `problem`.
 

@@ -270,7 +270,6 @@ def measure(torch: Any, group: str, mode: str, problem: ConvProblem, ours: dict[
         if name in ours:  # in 16 bits the arrays are rounded first
             row.wrong = row.wrong or not (found.correct if same else found.relative < MOST_ROUNDED)
     if not row.wrong:
-        torch.cuda.empty_cache()  # a way whose workspace has to be allocated anew waits for that, which is not its own time
         times, _ = gpu_times(torch, list(ways.values()), count, EFFORT)
         row.us = {name: bench.median(taken) * 1e6 for name, taken in zip(ways, times, strict=True)}
     return row

@@ -84,11 +84,19 @@ class Target:
         """How the result is stored, as the array that was read: compression, fill value, attributes, names of axes, shards."""
         assert self.like is not None
         given, found = opened(self.like), {}
-        if given.compressors or given.metadata.zarr_format == 3:
-            found["compressors"] = given.compressors or None
+        found["compressors"], second = given.compressors or None, given.metadata.zarr_format == 2
+        found["chunk_key_encoding"] = (
+            {"name": "v2", "separator": given.metadata.dimension_separator} if second else given.metadata.chunk_key_encoding
+        )
+        if given.ndim == len(self.shape) and given.dtype == self.dtype:
+            found["filters"] = given.filters or None
+            found |= {"order": given.order} if second else {}
         fill = given.fill_value
-        if fill is not None and np.array(fill).astype(self.dtype) == fill:
-            found["fill_value"] = np.array(fill).astype(self.dtype).item()
+        kept = fill if fill is None else np.array(fill).astype(self.dtype).item()
+        if fill is None or kept == fill or (kept != kept and fill != fill):
+            found["fill_value"] = kept
+        else:
+            print(f"{self.like.place}: its fill value, {fill}, is no {np.dtype(self.dtype)}, and is left out", file=sys.stderr)
         if dict(given.attrs) and self.ome is None:
             found["attributes"] = dict(given.attrs)
         names = json.loads(self.like.names)
