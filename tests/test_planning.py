@@ -174,7 +174,8 @@ def test_a_text_has_all_its_defines(architecture):
 def test_a_result_whose_moments_are_wanted_is_planned_with_what_they_cost():
     """The fastest tile for the result alone may leave its moments to a pass over it, which can cost more than a tile that computes both."""
     device, decisions = Target("sm_90a"), set()
-    for problem in PROBLEMS:
+    shared = ConvProblem.forward(2, (1, 256, 14, 14), (256, 256, 3, 3), padding=1, dtype="float16", layout="NHWC")  # tiles of clusters
+    for problem in (*PROBLEMS, shared):
         if problem.direction == "wgrad" or (fastest := engines.find(problem, device)) is None:
             continue
         chosen = engines.with_moments(problem, fastest, device)

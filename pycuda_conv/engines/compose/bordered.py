@@ -127,7 +127,7 @@ def _overhead_us(problem: ConvProblem, delegate: Config | None, device: Device) 
         moved_bytes += problem.input_itemsize * math.prod(problem.input_shape) + problem.itemsize * math.prod(wide)
         us += COST.BEGIN
     if folds:
-        moved_bytes += COST.FOLDED * problem.itemsize * (math.prod(problem.result_shape) + math.prod(wide))
+        moved_bytes += COST.FOLDED[problem.layout] * problem.itemsize * (math.prod(problem.result_shape) + math.prod(wide))
         us += COST.BEGIN
     if problem.result_dtype:
         moved_bytes += (problem.itemsize + problem.result_itemsize) * math.prod(problem.result_shape)

@@ -93,7 +93,8 @@ def _rims_us(problem: ConvProblem, delegate: object, device: Device) -> float:
         waves = max(rims.product_blocks(problem) / (2 * device.multiprocessors), 1.0)
         return COST.BEGIN + COST.STEP[problem.layout] * waves * met * ceil(read * problem.itemsize, 128)
     elements = rims.results(problem) * problem.N * problem.result_channels
-    each, lines = COST.ELEMENT[problem.layout], COST.LINE * rims.columns(problem) if problem.layout == "NCHW" else 0.0
+    planes = problem.layout == "NCHW"
+    each, lines = COST.ELEMENT[problem.layout] * (problem.itemsize / 4 if planes else 1.0), COST.LINE * rims.columns(problem) * planes
     return COST.BEGIN + lines + spread(elements * (each + COST.PRODUCT[problem.layout] * again * taps * read), device.multiprocessors)
 
 
