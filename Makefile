@@ -30,7 +30,7 @@ help:
 	@echo "make test     ruff, mypy, pytest"
 	@echo "make bench    measure against torch; the figures go to build/"
 	@echo "make ladder   time the steps of the course on this machine, on a GPU or on PoCL, and draw them in build/ladder.svg"
-	@echo "make results  measure all that the pages show, and write it into them; make check-results lists what is of other kernels"
+	@echo "make results  on a GPU, 20 minutes: measure all that the pages show, and write it into them; make check-results lists what is of other kernels"
 	@echo "make release  on a GPU: tests, sanitizer, verify and all of make results on this commit, kept as docs/results/VERSION.json"
 	@echo "make docs     build the documentation in build/docs; a warning is an error"
 	@echo "make wheel    a wheel in dist/; make wheel GPU=sm_90a,sm_80 compiles the most used kernels for those GPUs into it"

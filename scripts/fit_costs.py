@@ -39,7 +39,7 @@ LEAST = 2e-6  # a gain
 #: Constants that stay: what was measured otherwise, and numbers of things.
 FIXED = (
     "MEMORY", "RESIDENT", "SECTOR", "FIRST_STEPS", "AT_ONCE", "LAUNCHES", "DENSE_LAUNCHES", "GPU_PASSES", "LONE_THREADS", "MANY_TAPS",
-    "MANY_ROWS",
+    "MANY_ROWS", "SPILLING",
 )  # fmt: skip
 
 #: A problem as it is launched, candidates of one engine, their microseconds, and whether they are near the best.

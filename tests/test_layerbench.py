@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -106,6 +107,21 @@ def test_the_chart_of_time_and_error(tmp_path):
 def test_options_that_do_not_go_together(words, message, capsys):
     assert main(["bench", *words.split()]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_all_that_the_pages_show_is_measured_in_twenty_minutes(tmp_path, monkeypatch, capsys):
+    """Commands that would take longer get their seconds; one that fails is counted, and the others run all the same."""
+    ran = []
+
+    def run(words, cwd, check):
+        ran.append(words[3:])
+        return SimpleNamespace(returncode=int("--energy" in words))
+
+    monkeypatch.setattr(pages.subprocess, "run", run)
+    monkeypatch.chdir(tmp_path)
+    assert pages.main(["measure"]) == 1 and "pycuda-conv bench --energy --seconds 170: failed (1)" in capsys.readouterr().out
+    assert len(ran) == len(pages.COMMANDS) and all(words[-2:] == ["--pages", "."] for words in ran)
+    assert pages.SECONDS.keys() < pages.COMMANDS.keys() and sum(pages.SECONDS.values()) < 1100
 
 
 def test_pages_say_of_which_kernels_their_figures_are(tmp_path, monkeypatch, capsys):

@@ -74,7 +74,7 @@ IMAGES = (32,)  # numbers of images with which other networks are trained
 MOST_IMAGES = {"fp32": 64}  # most images of a training step, by mode
 MOST_EXACT = 64  # most images whose gradients are computed in float64 too
 LEAST_SHARE = 0.3  # of torch eager's time that convolutions take, of networks that are drawn
-AHEAD = 0.5  # the part of --seconds that first calls in other processes may take
+AHEAD = 0.6  # the part of --seconds that first calls in other processes may take
 
 WRONG = 10  # an error above so many times torch's is not rounding
 LEAST_ERROR = 1e-6  # relative error that float32 leaves after so many layers in any case

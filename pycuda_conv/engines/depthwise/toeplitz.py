@@ -241,4 +241,5 @@ def time(problem: ConvProblem, config: DepthwiseToeplitz, device: Device) -> flo
     moved = bytes_moved(problem)
     moving = spread(moved / COST.MEMORY[at], device.multiprocessors)
     us = COST.BEGIN[at] + math.hypot(busy, moving) + COST.WAVE[at] * ceil(unit.blocks, device.multiprocessors * resident)
+    us *= COST.RESIDUAL if problem.has_residual else 1
     return us * COST.LONG if problem.layout == "NCHW" and config.UNIT_KIB > UNITS["NCHW"][0] else us

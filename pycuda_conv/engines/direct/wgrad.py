@@ -96,6 +96,8 @@ def wgrad_time(problem: ConvProblem, config: Wgrad, multiprocessors: int) -> flo
     ends, steps = COST.ENDS[min(filters, 2)], ceil(ceil(_summed_pixels(problem), config.SLICES), config.THREADS)
     us = COST.BEGIN + COST.MEASURED * rounds * (ends + steps * step)
     all_taps, across = math.prod(problem.output_size), problem.output_size[2]
+    if problem.itemsize == 2 and taps >= COST.SPILLING:
+        us *= COST.SPILLED
     if all_taps >= COST.MANY_TAPS:
         us *= COST.LONGER
     elif all_taps > across == 1 < problem.dilation[2]:  # a strided convolution: columns between its taps are loaded for nothing

@@ -404,9 +404,10 @@ def time(problem: ConvProblem, config: Dmma, device: Device) -> float:
     products = 2 * config.BLOCK_M * config.BLOCK_N * BLOCK_K / (rate * 1e6 / MULTIPROCESSORS)
     stage = math.hypot(products, COST.LINE * _lines(problem, config, form))
     channels = problem.operand_channels // problem.groups
+    ends = tile.start + (COST.RESIDUAL * config.BLOCK_M * config.BLOCK_N if problem.has_residual and config.SPLIT == 1 else 0)
     blocks = [
         (_tiles(problem, config, part) * config.SPLIT,
-         ceil(ceil(channels * part.taps, block_k(config)), config.SPLIT) * block_k(config) // BLOCK_K * stage + tile.start)
+         ceil(ceil(channels * part.taps, block_k(config)), config.SPLIT) * block_k(config) // BLOCK_K * stage + ends)
         for part in _parts(problem)
     ]  # fmt: skip
     us, added = COST.BEGIN["one tap" if form.ONE_TAP else "packed" if form.packs else "plain"]
