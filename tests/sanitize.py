@@ -12,6 +12,8 @@ the first case of every kernel comes before the second of any. Kernels run in th
 Each array is an allocation of its own, so that a read or write past its end is seen; no pool, no torch.
 On an H100 twelve parts side by side take memcheck a minute and a half once the kernels are compiled, and racecheck some minutes.
 
+racecheck takes copies of hopper/gather.cu for races with the consumers' reads of them in TF32: of 31 lanes of a warp, since lane 0 alone
+arrives at the barrier, behind a __syncwarp() that all lanes enter when their copies have arrived. It knows of no other.
 initcheck finds the words that pack.cu's blocks wait for in memory as it comes (packed_tiles.cuh).
 """
 

@@ -13,6 +13,7 @@ import pytest
 import simt
 from cases import dense as of_dense
 from cases import dmma as of_dmma
+from cases import gather as of_gather
 from cases import pointwise as of_pointwise
 from cases import via_nhwc as of_via
 from cases import wgrad as of_wgrad
@@ -45,6 +46,11 @@ simulated = pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT
 # ---- how many launches there are
 
 
+def _gather(number: int, mode: str):
+    case = of_gather.SHAPES[number]
+    return case, mode, next(config for one, m, config in of_gather.EVERY if (one, m) == (case, mode))
+
+
 def _dense(number: int, mode: str):
     return of_dense.SHAPES[number], mode, of_dense.tiles(of_dense.SHAPES[number], mode)[0]
 
@@ -53,6 +59,7 @@ _FEW, _MANY = (dgrad(shape, (shape[1], 96, 1, 1)) for shape in ((2, 640, 14, 14)
 #: A run, and how many launches it takes for a filter in C order, and for one whose channels are last in memory.
 LAUNCHES = [
     (_dense(0, "fp16 last"), 2, 1), (_dense(0, "tf32 last"), 2, 1), (_dense(10, "tf32 last"), 2, 1), (_dense(1, "fp16 last"), 1, 1),
+    (_gather(0, "fp16 last"), 2, 1), (_gather(2, "tf32 last"), 1, 1), (_gather(8, "tf32 last"), 2, 2),  # 1x1; rows of 588 bytes
     # dense turns a filter itself by small tiles, where each multiprocessor meets few stages
     ((_FEW, "tf32 last", DenseNhwc(64, 64, 6)), 1, None), ((_FEW, "tf32 last", DenseNhwc(64, 32, 4, 8)), 1, None),
     ((_FEW, "tf32 last", DenseNhwc(128, 64, 4)), 2, None), ((_MANY, "tf32 last", DenseNhwc(64, 64, 6)), 2, None),

@@ -1,4 +1,5 @@
-// pixel_tiles.cuh: consumers and stores of hopper/dense.cu, whose tiles are pixels x channels of channels-last arrays.
+// pixel_tiles.cuh: consumers and stores of hopper/dense.cu and hopper/gather.cu, whose tiles are pixels x channels of channels-last arrays.
+// The two kernels differ in how x reaches shared memory.
 //
 // A kernel defines before it includes this: BLOCK_M, BLOCK_N, STAGES, TYPE and CLUSTER; W_MN_MAJOR, PHASES and EMIT_MOMENTS, unless they are as here; and
 // Phase, its arguments of a phase. Of these the code here reads tiles (those of earlier phases among them), blocks, part, rows, pixels, the offsets

@@ -20,7 +20,7 @@ from pycuda_conv.runtime.base import Device
 #: Engines' configurations whose results do not depend on their place, nor on other numbers of the image. Of those behind, not in float32
 #: with three products: they scale an image by its numbers.
 ANYWHERE = ("Gemm", "Batched", "Tile", "Single", "Dgrad", "Depthwise", "DepthwiseStrips", "Dmma", "FewChannels")
-NOT_OF_LIMBS = ("DenseNhwc", "Planes", "GatheredPlanes", "ImplicitGemm", "ImplicitGemm80", "GroupedNhwc")
+NOT_OF_LIMBS = ("DenseNhwc", "GatherNhwc", "Planes", "GatheredPlanes", "ImplicitGemm", "ImplicitGemm80", "GroupedNhwc")
 #: Those that give their work to another.
 AROUND = "ViaNhwc", "Filled"
 #: Lengths of pieces along the stream for which the order has to be possible; it should be fast for the first.

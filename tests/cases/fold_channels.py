@@ -24,7 +24,7 @@ def found(case, mode, engine=""):
 
 CASES = Cases(
     engine=fold_channels,
-    runs=[(case, KINDS[i % len(KINDS)], config) for i, case in enumerate(SHAPES) for engine in ("Dense", "FewInputs") for config in found(case, KINDS[i % len(KINDS)], engine)[:1]],
+    runs=[(case, KINDS[i % len(KINDS)], config) for i, case in enumerate(SHAPES) for engine in ("Dense", "Gather") for config in found(case, KINDS[i % len(KINDS)], engine)[:1]],
     gpu=[(case, mode, config) for case in (*SHAPES, LARGE) for mode in KINDS for config in found(case, mode)[::3]],
     finished=[(BASE, "fp16 last", found(BASE, "fp16 last", "Dense")[0], ("gelu",))],
     refused=[
