@@ -2,7 +2,7 @@
 """Measure on a GPU what each engine is worth: the problems that it wins, against the best that the other engines have.
 
     python scripts/ablate.py --seconds 250 --json ablation.json
-    python scripts/ablate.py hopper_planes+hopper_pointwise --seed 7       # what both are worth together
+    python scripts/ablate.py hopper_gather+mma_few_pixels --seed 7       # what both are worth together
     python scripts/ablate.py DepthwiseRing ImplicitGemm.schedule=pingpong       # parts of engines: a class, a field
     python scripts/ablate.py --report first.json second.json             # all that was measured, in one table
 

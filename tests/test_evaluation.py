@@ -96,7 +96,7 @@ class Layer:
 
 #: The engines whose texts read scale and bias in ``finish.cuh`` or a way of their own. Those of ``epilogue.cuh`` run on OpenCL.
 SIMT = [
-    "DenseNhwc", "ImplicitGemm", "GroupedNhwc", "FewChannels", "Planes", "GatheredPlanes", "FewInputs", "DepthwiseToeplitz",
+    "DenseNhwc", "ImplicitGemm", "GroupedNhwc", "FewChannels", "Planes", "GatheredPlanes", "FewPixels", "FewInputs", "DepthwiseToeplitz",
     "Gemm"
 ]
 

@@ -141,7 +141,7 @@ def test_results_are_not_too_small(layer, kind, limit):
         assert abs(found) < limit + 4 * error
 
 
-# ---- the kernel of few channels: three products, whose sums are given back what they lose
+# ---- the kernels of few channels and of few pixels: three products, whose sums are given back what they lose
 
 
 def first_bits(v: np.ndarray) -> np.ndarray:
@@ -161,11 +161,27 @@ def of_few_channels(x: np.ndarray, w: np.ndarray, lost: float) -> np.ndarray:
     return truncation.given_back(total, total, lost)
 
 
+def of_few_pixels(x: np.ndarray, w: np.ndarray, lost: float) -> np.ndarray:
+    """A warp's sums in fp32, of x, [k, m], and w, [k, n], as the tensor core cuts them."""
+    (x_high, x_low), (w_high, w_low) = ((truncation.tf32_by_cvt(v), first_bits((v - truncation.tf32_by_cvt(v)) * 4096)) for v in (x, w))
+    total, cross = np.zeros((x.shape[1], w.shape[1])), None
+    for first in range(0, len(x), 16):
+        of = slice(first, first + 16)
+        total = truncation.rounded(total + truncation.tensor_sum(None, x_high[of], w_high[of], 8, -126))
+        for step in range(first, first + 16, 8):
+            of = slice(step, step + 8)
+            cross = truncation.tensor_sum(cross, x_low[of], w_high[of], 8, -126)
+            cross = truncation.tensor_sum(cross, x_high[of], w_low[of], 8, -126)
+    total = truncation.rounded(total + cross / 4096)
+    return truncation.given_back(total, total, lost)
+
+
 @pytest.mark.parametrize("depth", [144, 1152])
-def test_float32_has_no_bias(depth):
+@pytest.mark.parametrize(("products", "file"), [(of_few_channels, "mma/few_channels.cu"), (of_few_pixels, "mma/few_pixels.cu")])
+def test_float32_has_no_bias(products, file, depth):
     """A kernel's sums of three products are too small by themselves, and are not with the LOST that its text gives back."""
-    lost, rng = float(re.search(r"LOST = ([\d.e-]+)f", (KERNEL_DIR / "mma/few_channels.cu").read_text())[1]) * 16 / 15, np.random.default_rng(depth)
+    lost, rng = float(re.search(r"LOST = ([\d.e-]+)f", (KERNEL_DIR / file).read_text())[1]) * 16 / 15, np.random.default_rng(depth)
     x, w = (rng.standard_normal((depth, 64)).astype(np.float32).astype(np.float64) for _ in range(2))
-    found, error = shrinkage(of_few_channels(x, w, lost), x.T @ w)
-    before, _ = shrinkage(of_few_channels(x, w, 0), x.T @ w)
+    found, error = shrinkage(products(x, w, lost), x.T @ w)
+    before, _ = shrinkage(products(x, w, 0), x.T @ w)
     assert abs(found) < 1e-8 + 4 * error and before < -3e-8, (found, error, before)
