@@ -465,14 +465,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     with interrupt.raised():
         try:
             return _main(argv)
-        except KeyboardInterrupt as error:
-            return _ended(error, INTERRUPTED)
-        except interrupt.Terminated as error:
-            return _ended(error, int(str(error.code)))
-        except RuntimeError as error:  # Python before 3.12 wraps an error raised while a class tells its attributes their names
-            if not isinstance(error.__cause__, KeyboardInterrupt):
+        except BaseException as error:
+            came = interrupt.behind(error)
+            if came is None:
                 raise
-            return _ended(error.__cause__, INTERRUPTED)
+            return _ended(came)
 
 
 def _main(argv: Sequence[str] | None) -> int:
@@ -483,9 +480,13 @@ def _main(argv: Sequence[str] | None) -> int:
             command = f"pycuda-conv {arguments.command}"
             status = _run(arguments)
         except (ToolError, BackendError, MemoryError, VariableError) as error:
+            if interrupt.behind(error):
+                raise
             print(f"{command}: {in_options(' '.join(str(error).split())) or 'too little memory'}", file=sys.stderr)
             return UNUSABLE
         except OSError as error:
+            if interrupt.behind(error):
+                raise
             what = error.strerror or str(error)
             print(f"{command}: {what if error.filename is None else f'{error.filename}: {what}'}", file=sys.stderr)
             return UNUSABLE
@@ -495,7 +496,8 @@ def _main(argv: Sequence[str] | None) -> int:
     return status
 
 
-def _ended(error: BaseException, status: int) -> int:
+def _ended(error: KeyboardInterrupt | interrupt.Terminated) -> int:
+    status = INTERRUPTED if isinstance(error, KeyboardInterrupt) else int(str(error.code))
     how = getattr(error, "how", "")
     print(interrupt.word(status) + (how and f"; {how}"), file=sys.stderr, flush=True)
     opencl = sys.modules.get("pycuda_conv.runtime.opencl")

@@ -78,6 +78,18 @@ def raised() -> Iterator[None]:
             signal.signal(number, before[number])
 
 
+def behind(error: BaseException) -> KeyboardInterrupt | Terminated | None:
+    """The signal's exception if it led to `error`.
+
+    Code that is interrupted may raise another: a lock that was not yet taken can't be given back, and Python before 3.12 wraps what is
+    raised while a class tells its attributes their names.
+    """
+    found: BaseException | None = error
+    while not (found is None or isinstance(found, (KeyboardInterrupt, Terminated))):
+        found = found.__cause__ or found.__context__
+    return found
+
+
 @contextmanager
 def telling(how: Callable[[], str]) -> Iterator[None]:
     """Where a signal ends the block, the command's last line tells `how` to go on."""

@@ -297,11 +297,26 @@ def raising(error):
     return call
 
 
+def cleaning_up(error):
+    """A library that a signal interrupts, and whose cleaning up fails."""
+
+    def call(*_, **__):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+        finally:
+            raise error
+
+    return call
+
+
 @pytest.mark.parametrize("owner, name, instead, told", [
     (pc, "conv2d", lambda *_, **__: type("Library", (), {"attribute": Interrupting()}), (INTERRUPTED, "", "interrupted\n")),
+    (pc, "conv2d", cleaning_up(RuntimeError("release unlocked lock")), (128 + signal.SIGTERM, "", "terminated\n")),
+    (pc, "conv2d", cleaning_up(OSError(errno.EBADF, "Bad file descriptor")), (128 + signal.SIGTERM, "", "terminated\n")),
     (pc, "conv2d", raising(MemoryError()), (UNUSABLE, "", "pycuda-conv run: too little memory\n")),
     (os, "posix_fallocate", raising(OSError(errno.ENOSPC, "No space left on device")), (UNUSABLE, "", "y.npy can't be written: No space left on device\n")),
-], ids=["a library makes its classes", "too little memory", "a full disk, before the work"])
+], ids=["a library makes its classes", "a lock that was not taken", "a file that was not opened", "too little memory", "a full disk, before the work"])
 def test_what_fails_on_the_way_is_told_in_one_line(command, opencl, monkeypatch, owner, name, instead, told):
     save(x=draw(2, 1, 6, 6), w=draw(1, 1, 3, 3))
     monkeypatch.setattr(owner, name, instead)

@@ -145,10 +145,15 @@ def record(index: Sequence[int]) -> str:
 
 
 def _remove(place: str) -> None:
-    """Remove a file or everything below a folder, if it is there."""
-    files, path = filesystem(place)
+    """Remove a file or everything below a folder, if it is there. On a disk that imports nothing: a signal may have ended an import midway."""
     with suppress(FileNotFoundError):
-        files.rm(path, recursive=True)
+        if is_url(place):
+            files, path = filesystem(place)
+            files.rm(path, recursive=True)
+        elif os.path.isdir(place):
+            shutil.rmtree(place)
+        else:
+            os.remove(place)
 
 
 def _remove_unfinished(place: str) -> None:
