@@ -38,7 +38,7 @@ from hypothesis import HealthCheck, settings
 HAS_PYCUDA = importlib.util.find_spec("pycuda") is not None
 
 #: Of a test whose workers, should one be lost, leave it waiting for ever: it fails by itself, and others use its cluster on.
-ends_soon = pytest.mark.timeout(200, method="signal")
+ends_soon = pytest.mark.timeout(500, method="signal")
 
 # every example compiles kernels of its own, a third of a second on PoCL and a second or two with nvcc
 _common = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}

@@ -43,7 +43,7 @@ def preprocessed(text, *options):
     if shutil.which("g++") is None:
         pytest.skip("a preprocessor is needed")
     command = ["g++", "-E", "-P", "-x", "c++", "-D__CUDA_ARCH__=900", *options, "-"]
-    return subprocess.run(command, input=text, capture_output=True, text=True, check=True, timeout=100).stdout.split()
+    return subprocess.run(command, input=text, capture_output=True, text=True, check=True, timeout=900).stdout.split()
 
 
 def some_texts():

@@ -66,7 +66,7 @@ def test_plans_are_compiled_ahead(monkeypatch):
     there = threading.Event()
 
     def cubin(source, arch):
-        there.wait(10)
+        there.wait(300)
         compiled.append(source)
         return SimpleNamespace(result=lambda: None)
 
@@ -204,7 +204,7 @@ def test_engines_are_measured_in_turn(ablate, monkeypatch, tmp_path, capsys):
     files = [tmp_path / "first.json", tmp_path / "second.json"]
     names = ["direct", "hopper_gemm", "direct+hopper_gemm"]
     for seed, file in enumerate(files):
-        arguments = ["--each", "8", "--jobs", "1", "--most", "6", "--seconds", "60", "--seed", str(seed), "--json", str(file)]
+        arguments = ["--each", "8", "--jobs", "1", "--most", "6", "--seconds", "500", "--seed", str(seed), "--json", str(file)]
         assert ablate.main([*names, *arguments]) == 0
         of = json.loads(file.read_text())["engines"]
         assert [len(of[name]["rows"]) for name in names] == [6, 6, 6]

@@ -487,7 +487,7 @@ def client(cluster):
     from distributed import Client
 
     with Client(cluster) as made:
-        made.wait_for_workers(2, timeout=100)
+        made.wait_for_workers(2, timeout=300)
         yield made
 
 

@@ -46,7 +46,7 @@ def built(folder, mask, **env):
     for name in ("SOURCE_DATE_EPOCH", "PYTHONPATH"):
         env.pop(name, None)
     done = subprocess.run(
-        [sys.executable, "-c", BUILD.format(str(out))], cwd=source, env=env, capture_output=True, text=True, timeout=500, check=False
+        [sys.executable, "-c", BUILD.format(str(out))], cwd=source, env=env, capture_output=True, text=True, timeout=900, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return source, next(out.glob("*.tar.gz")), next(out.glob("*.whl"))
@@ -94,7 +94,7 @@ def test_tests_run_from_an_unpacked_archive(unpacked, python_env):
     ]
     env = {**python_env, "PYTHONPATH": str(unpacked)}
     run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", *chosen]
-    done = subprocess.run(run, cwd=unpacked, env=env, capture_output=True, text=True, timeout=500, check=False)
+    done = subprocess.run(run, cwd=unpacked, env=env, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0 and re.search(r"\d+ passed", done.stdout), done.stdout + done.stderr
 
 
@@ -172,7 +172,7 @@ def test_system_packages_are_not_installed_without_consent(tmp_path, variable, i
         name: value for name, value in os.environ.items() if name != "SYSTEM_PACKAGES"
     } | {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "PYTHON": "python3", **variable}
     run = ["bash", str(ROOT / "scripts" / "setup_env.sh"), str(tmp_path / "venv")]
-    done = subprocess.run(run, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(run, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode != 0
     called = (tmp_path / "called").read_text() if (tmp_path / "called").exists() else ""
     assert bool(called) == installs, called

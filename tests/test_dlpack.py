@@ -400,7 +400,7 @@ def run_jax(platform, name, **environment):
         pytest.skip("jax is not installed")
     text = f"PLATFORM, NAME = {platform!r}, {name!r}\n{JAX}"
     done = subprocess.run(
-        [sys.executable, "-c", text], env={**os.environ, **environment}, capture_output=True, text=True, timeout=500, check=False
+        [sys.executable, "-c", text], env={**os.environ, **environment}, capture_output=True, text=True, timeout=900, check=False
     )
     if platform == "cuda" and "Unknown backend" in done.stderr:
         pytest.skip("this jax knows no GPU")

@@ -140,7 +140,7 @@ def test_the_notebook_runs(fast_env, device, tmp_path, file, words):
         for variable, value in (fast_env | {"PYCUDA_CONV_BACKEND": device.partition(":")[0]}).items():
             patch.setenv(variable, value)
         client.NotebookClient(
-            notebook, timeout=900, startup_timeout=300, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+            notebook, timeout=900, startup_timeout=300, iopub_timeout=300, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
         ).execute()
     printed = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", ()))
     assert all(word in printed for word in words)

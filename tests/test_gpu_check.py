@@ -19,7 +19,7 @@ PROGRAMS = {
     # its tests take long with $SLOW, and one of them fails before
     "python": '''echo "pytest $CUDA_VISIBLE_DEVICES $*" >>"$SEEN"
         while [ "${1%=*}" != --failures ]; do shift; done
-        if [ -n "$SLOW" ]; then echo "FAILED tests/test_x.py::test_z" >"${1#*=}"; echo ".... [ 40%]"; sleep 60; fi
+        if [ -n "$SLOW" ]; then echo "FAILED tests/test_x.py::test_z" >"${1#*=}"; echo ".... [ 40%]"; sleep 1000; fi
         ''' + '[ -z "$FAILS" ] || { echo "FAILED tests/test_x.py::test_y"; exit 1; }; echo "3 passed in 1s"',
 }
 
@@ -38,7 +38,7 @@ def checked(tmp_path):
             **os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "PYTHON": str(tmp_path / "python"), "PARTS": "4",
             "SEEN": str(seen), "BAD": "", "FAILS": "", "SLOW": "", **environment,
         }  # fmt: skip
-        done = subprocess.run([SCRIPT, "--logs", tmp_path / "logs", *options], env=env, capture_output=True, text=True, timeout=120)
+        done = subprocess.run([SCRIPT, "--logs", tmp_path / "logs", *options], env=env, capture_output=True, text=True, timeout=900)
         return done, sorted(seen.read_text().splitlines())
 
     return run
@@ -71,7 +71,7 @@ def test_failures_come_last(checked, broken):
 def test_what_is_cut_short_tells_what_failed_until_then(checked):
     began = time.monotonic()
     done, _ = checked("--seconds", "4", SLOW="1", ENDING="2")
-    assert time.monotonic() - began < 30 and done.returncode == 1
+    assert time.monotonic() - began < 500 and done.returncode == 1
     assert "cut short, at [ 40%]" in done.stdout and "FAILED tests/test_x.py::test_z" in done.stdout.partition("failures, logs in")[2]
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import why_no_opencl
-from reference import started
+from reference import kept_folder, started
 
 import pycuda_conv as pc
 from pycuda_conv.interrupt import INTERRUPTED
@@ -105,6 +105,7 @@ def test_work_is_cut_by_measured_time(monkeypatch):
 
 LIBRARY = """
 import os, resource, signal, sys, threading, time
+start = time.perf_counter()
 import numpy as np
 import pycuda_conv as pc
 from pycuda_conv.runtime import get_device
@@ -127,6 +128,7 @@ x, w = np.ones((1, 2, 200, 200), "f"), np.ones((4, 2, 3, 3), "f")
 large, y = np.ones((64, 64, 128, 128), "f"), np.full((64, 64, 124, 124), 7, "f")
 wide = np.ones((64, 64, 5, 5), "f")
 device = get_device("opencl")
+print("starting", time.perf_counter() - start)
 print("compiling", interrupted(lambda: pc.conv2d(x, w, device="opencl", dilation=2), 0.1))
 for _ in range(2):
     print("computing", interrupted(lambda: pc.conv2d(large, wide, out=y, device="opencl"), 2))
@@ -146,19 +148,40 @@ assert np.array_equal(pc.conv2d(x, w, device="opencl", dilation=2), expected) an
 
 def test_ctrl_c_in_a_call_comes_soon_and_leaves_everything_usable(fast_env, tmp_path):
     env = {**fast_env, "PYCUDA_CONV_CACHE_DIR": str(tmp_path)}  # an empty cache: the kernel has to be compiled
-    done = subprocess.run([sys.executable, "-c", LIBRARY], env=env, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run([sys.executable, "-c", LIBRARY], env=env, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
-    took = [float(line.split()[1]) for line in done.stdout.splitlines()]
-    assert len(took) == 3 and max(took) < 2  # about a second on a machine that others use too
+    start, *took = (float(line.split()[1]) for line in done.stdout.splitlines())
+    assert len(took) == 3 and max(took) < 2 * start  # a few tenths of a second, and the start takes one or more
+
+
+def ended(arguments, env, folder, number, begun, seconds=0):
+    """Send a signal to a command some seconds after `begun()`; its status is that of the signal.
+
+    Its output, the lines that it says without those of PoCL's compiler, and how long it took from the signal to its end, in the time from
+    its start until it had begun.
+    """
+    start = time.monotonic()
+    with started(*arguments, env=env, text=True, cwd=folder) as process:
+        while not begun():
+            assert process.poll() is None and time.monotonic() < start + 400, process.communicate()
+            time.sleep(0.01)
+        begun_after = time.monotonic() - start
+        time.sleep(seconds)
+        process.send_signal(number)
+        sent = time.monotonic()
+        out, err = process.communicate(timeout=400)
+        took = time.monotonic() - sent
+    assert process.returncode == 128 + number, err
+    return out, [line for line in err.splitlines() if line != "1 error generated."], took / begun_after
 
 
 @pytest.mark.parametrize("kind, number, word", [
     ("npy", signal.SIGTERM, "terminated"), ("zarr", signal.SIGINT, "interrupted"), ("tif", signal.SIGTERM, "terminated"),
 ])  # fmt: skip
 def test_the_command_ends_soon(fast_env, tmp_path, kind, number, word):
-    """With kernels that would take minutes."""
+    """With a kernel that would take many minutes. A block of it, which can't be stopped, takes a tenth of a second."""
     np.save(tmp_path / "x.npy", np.ones((1, 1, 2000, 2000), "f"))
-    np.save(tmp_path / "w.npy", np.ones((1, 1, 301, 301), "f"))
+    np.save(tmp_path / "w.npy", np.ones((1, 1, 101, 101), "f"))
     if kind != "npy":
         pytest.importorskip("zarr")
         pytest.importorskip("tifffile")
@@ -167,38 +190,19 @@ def test_the_command_ends_soon(fast_env, tmp_path, kind, number, word):
         "-m", "pycuda_conv", "run", "--filter", "w.npy", "x.npy", f"y.{kind}", "--device", "opencl", "--algorithm", "direct",
         *["--axes", "ncyx"] * (kind != "npy")
     ]
-    with started(*arguments, env=fast_env, text=True, cwd=tmp_path) as process:
-        end = time.monotonic() + 120
-        while not any(path.suffix == ".part" for path in tmp_path.iterdir()):
-            assert process.poll() is None and time.monotonic() < end, process.communicate()
-            time.sleep(0.01)
-        time.sleep(0.4)  # it computes
-        process.send_signal(number)
-        sent, err = time.monotonic(), process.stderr.readline()
-        took = time.monotonic() - sent
-        out, more = process.communicate(timeout=100)
-        err += more
-    assert (process.returncode, out) == (128 + number, "") and word in [line.partition(";")[0] for line in err.splitlines()]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["w.npy", "x.npy"] and (took < 4 or "stopping" in err)
-    assert "--resume" in err if kind != "npy" else err.startswith(f"{word}\n")
+    env = {**fast_env, "POCL_EXTRA_BUILD_FLAGS": "-cl-opt-disable", "PYCUDA_CONV_CACHE_DIR": str(kept_folder() / "cache")}
+    out, lines, took = ended(arguments, env, tmp_path, number, lambda: any(path.suffix == ".part" for path in tmp_path.iterdir()), 0.4)
+    assert out == "" and word in [line.partition(";")[0] for line in lines] and took < 3
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["w.npy", "x.npy"]
+    assert any("--resume" in line for line in lines) if kind != "npy" else lines[0] == word
 
 
-@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, INTERRUPTED)])
-def test_verify_ends_soon(fast_env, tmp_path, number, status):
-    with started(
-        "-m", "pycuda_conv", "verify", "--device", "opencl", env={**fast_env, "PYCUDA_CONV_CACHE_DIR": str(tmp_path)}, text=True
-    ) as process:
-        end = time.monotonic() + 60
-        while not any(tmp_path.iterdir()):  # it compiles
-            assert process.poll() is None and time.monotonic() < end
-            time.sleep(0.05)
-        process.send_signal(number)
-        sent = time.monotonic()
-        out, err = process.communicate(timeout=100)
-    said = [line for line in err.splitlines() if line != "1 error generated."]  # which PoCL's compiler may say of what it gives up
-    words = ["interrupted" if number == signal.SIGINT else "terminated", *["stopping: a kernel is still being compiled"] * (len(said) - 1)]
-    assert (process.returncode, out, said) == (status, "", words) and len(words) <= 2
-    assert time.monotonic() - sent < 10
+@pytest.mark.parametrize("number, word", [(signal.SIGTERM, "terminated"), (signal.SIGINT, "interrupted")])
+def test_verify_ends_soon(fast_env, tmp_path, number, word):
+    """It waits for the kernel that is compiled."""
+    env = {**fast_env, "PYCUDA_CONV_CACHE_DIR": str(tmp_path)}
+    out, lines, took = ended(["-m", "pycuda_conv", "verify", "--device", "opencl"], env, tmp_path, number, lambda: any(tmp_path.iterdir()))
+    assert out == "" and lines in ([word], [word, "stopping: a kernel is still being compiled"]) and took < 3
 
 
 def test_ctrl_c_while_python_makes_a_class_ends_with_the_status(python_env, tmp_path):
@@ -211,7 +215,7 @@ cli._main = work
 raise SystemExit(cli.main([]))
 """)
     done = subprocess.run(
-        [sys.executable, "-m", "started"], env=python_env, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-m", "started"], env=python_env, cwd=tmp_path, capture_output=True, text=True, timeout=900, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (INTERRUPTED, "", "interrupted\n")
 
@@ -243,7 +247,7 @@ for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGHUP):
 print(*got)
 """
     env = {**fast_env, "PYCUDA_CONV_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=900, check=False)
     assert (done.returncode, done.stdout) == (0, "usr2 term\n"), done.stderr
 
 

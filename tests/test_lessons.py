@@ -114,7 +114,7 @@ def test_registers_have_no_addresses(tmp_path):
     def stack(text):
         (tmp_path / "lesson.cu").write_text(text)
         command = [str(NVCC), "-cubin", "-arch=sm_90", "-Xptxas=-v", "-o", str(tmp_path / "lesson.cubin"), str(tmp_path / "lesson.cu")]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=True)
         return int(re.search(r"(\d+) bytes stack frame", done.stderr)[1])
 
     text, (line, other) = pc.lesson("channels").source, proposed("channels")

@@ -392,14 +392,14 @@ def test_processes_end_with_the_time(monkeypatch):
     class Child(ahead.subprocess.Popen):
         def __init__(self, command, **options):
             begun.append(command)
-            how = ["/bin/sleep", "60"] if COMPILED in command else ["/bin/false"] if INDUCTOR in command else ["/bin/true"]
+            how = ["/bin/sleep", "1000"] if COMPILED in command else ["/bin/false"] if INDUCTOR in command else ["/bin/true"]
             super().__init__(how, **options)
 
     monkeypatch.setattr(ahead.subprocess, "Popen", Child)
     started = time.perf_counter()
     sides = [Side(LIGHT, True, "light"), Side(EAGER), Side(INDUCTOR, True, "default"), Side(COMPILED, compiled="default")]
     ready = ahead.first_calls([(CASE, sides)], "cuda:0", 7, started + 2)
-    assert time.perf_counter() - started < 20 and ready == {(CASE, LIGHT), (CASE, EAGER)}
+    assert time.perf_counter() - started < 500 and ready == {(CASE, LIGHT), (CASE, EAGER)}
     assert begun[0][1:] == ["-m", "pycuda_conv.tools.models", "evaluated", "resnet50", "32", "fp32", "cuda:0", "7", LIGHT, EAGER]
 
 

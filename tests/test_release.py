@@ -44,7 +44,8 @@ def measured(release, tmp_path, monkeypatch, capsys):
 
     def command(part, folder, pages, seconds):
         run = {"drawn": MAKES, "energy": "raise SystemExit(3)", "images": "import time; print('before', flush=True); time.sleep(600)"}[part]
-        return [sys.executable, "-c", run, str(folder / f"{part}-report.json"), str(pages), str(folder / "plots"), release.digest()]
+        arguments = str(folder / f"{part}-report.json"), str(pages), str(folder / "plots"), release.digest()
+        return [sys.executable, "-IS", "-c", run, *arguments]  # what hangs has a second to start
 
     monkeypatch.setattr(release, "command", command)
     monkeypatch.setattr(release, "GRACE", 0.0)

@@ -915,9 +915,9 @@ def test_threads_that_make_mixed_calls_at_once_make_those_that_each_makes_alone(
         warm.asked()
         collecting = pool.submit(collect)
         for one in [pool.submit(work, which) for which in range(3)]:
-            one.result(60)
+            one.result(300)
         going.clear()
-        collecting.result(60)
+        collecting.result(300)
     assert asked() == alone
 
 

@@ -115,7 +115,7 @@ def run(env, folder, redirection, *arguments, **options):
     """The command behind a shell's redirection."""
     words = [sys.executable, "-m", "pycuda_conv", "run", "--filter", "blur", "--device", "opencl", *arguments]
     return subprocess.run(
-        ["bash", "-c", f'"$@" {redirection}', "bash", *words], env=env, cwd=folder, capture_output=True, timeout=300, check=False, **options
+        ["bash", "-c", f'"$@" {redirection}', "bash", *words], env=env, cwd=folder, capture_output=True, timeout=900, check=False, **options
     )
 
 
@@ -158,6 +158,6 @@ def test_names_that_stdout_can_t_encode(blur, fast_env, name, locale):
 def test_other_commands_end_quietly_too(fast_env, tmp_path, arguments, redirection):
     words = [sys.executable, "-m", "pycuda_conv", *arguments.split()]
     done = subprocess.run(
-        ["bash", "-c", f'"$@" {redirection}', "bash", *words], env=fast_env, cwd=tmp_path, capture_output=True, timeout=300, check=False
+        ["bash", "-c", f'"$@" {redirection}', "bash", *words], env=fast_env, cwd=tmp_path, capture_output=True, timeout=900, check=False
     )
     assert (done.returncode, done.stderr) == (OK, b"")

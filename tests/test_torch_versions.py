@@ -18,7 +18,7 @@ PACKAGE = HERE.parent / "pycuda_conv"
 
 def called(env, *arguments, **more):
     done = subprocess.run(
-        [sys.executable, str(HERE / "torch_calls.py"), *arguments], env={**env, **more}, capture_output=True, text=True, timeout=250,
+        [sys.executable, str(HERE / "torch_calls.py"), *arguments], env={**env, **more}, capture_output=True, text=True, timeout=900,
         check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -552,12 +552,12 @@ def test_what_a_worker_can_t_do_is_told_and_leaves_nothing(on_opencl, cluster, m
     from distributed import Client
 
     cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers can't import this module
-    with Client(cluster.address, set_as_default=False, timeout=60) as client:
+    with Client(cluster.address, set_as_default=False, timeout=300) as client:
         x = draw(40, 41)
         save_zarr("x.zarr", x, (8, 8), "yx")
         whole = Path("x.zarr/c/3/2").read_bytes()
         arguments = "--filter", "blur", "x.zarr", "y.zarr", "--scheduler", cluster.address
-        client.wait_for_workers(2, timeout=60)
+        client.wait_for_workers(2, timeout=300)
         worker = [next(iter(client.scheduler_info()["workers"]))]
         monkeypatch.setattr(Client, "compute", partialmethod(Client.compute, workers=worker))
         if fault == "full":

@@ -223,7 +223,7 @@ def test_plans_go_to_workers(script):
         plan = pc.Plan(pc.ConvProblem.forward(2, x.shape, w.shape))
         bound = plan.bind(w)
         with multiprocessing.get_context("spawn").Pool(2) as pool:
-            print([int(y.sum()) for y in pool.map_async(bound, [x, 2 * x]).get(90)])
-            print(int(pool.apply_async(plan, (x, w)).get(90).sum()))
+            print([int(y.sum()) for y in pool.map_async(bound, [x, 2 * x]).get(300)])
+            print(int(pool.apply_async(plan, (x, w)).get(300).sum()))
     """
     assert script(code) == "[324, 648]\n324\n"

@@ -145,7 +145,7 @@ def record(index: Sequence[int]) -> str:
 
 
 def _remove(place: str) -> None:
-    """Remove a file or everything below a folder, if it is there. On a disk that imports nothing: a signal may have ended an import midway."""
+    """Remove a file or everything below a folder, if it is there. On a disk that imports nothing: a signal may have ended an import."""
     with suppress(FileNotFoundError):
         if is_url(place):
             files, path = filesystem(place)
