@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -61,16 +61,19 @@ def row_major(size: tuple[int, int, int]) -> tuple[int, ...]:
 def arguments(struct: Any, *sources: Any, **numbers: int) -> Any:
     """The `struct`, a NamedTuple, of these numbers.
 
-    A missing member has the value of that name in the last of the `sources` that has one: named tuples, dataclasses, and problems, of
-    which :func:`_said_of` says what they have. ``by_<name>`` is the :func:`divider` of ``<name>``, which need not be a member; of a number
-    that is given, that of a source does not count.
+    A missing member has the value of that name in the last of the `sources` that has one: mappings, named tuples, dataclasses, and
+    problems, of which :func:`_said_of` says what they have. ``by_<name>`` is the :func:`divider` of ``<name>``, which need not be a member;
+    of a number that is given, that of a source does not count.
     """
     unknown = [name for name in numbers if name not in struct._fields and f"by_{name}" not in struct._fields]
     if unknown:
         raise TypeError(f"{struct.__name__} has no {', '.join(unknown)}")
     known: dict[str, int] = {}
     for one in sources:
-        known |= _said_of(one) if isinstance(one, ConvProblem) else one._asdict() if isinstance(one, tuple) else vars(one)  # type: ignore[attr-defined]
+        if isinstance(one, ConvProblem):
+            known |= _said_of(one)
+        else:
+            known |= one if isinstance(one, Mapping) else one._asdict() if isinstance(one, tuple) else vars(one)  # type: ignore[attr-defined]
     known = {name: value for name, value in known.items() if name.removeprefix("by_") not in numbers} | numbers
     return struct(*(
         int(known[name]) if name in known or not name.startswith("by_") else divider(max(known[name[3:]], 1)) for name in struct._fields

@@ -9,7 +9,7 @@ from typing import Any
 
 from pycuda_conv.engines import registry
 from pycuda_conv.engines.base import LAST_RESORT, Config, ConvProblem, Engine, fastest
-from pycuda_conv.engines.schedule import Buffer
+from pycuda_conv.engines.schedule import Buffer, placed
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch, TensorMap
 
 
@@ -145,7 +145,7 @@ def moved(steps: list[list[KernelLaunch]], places: Mapping[Buffer, tuple[int, in
         return to, start + offset
 
     def of_buffer(one: BufferSlice) -> BufferSlice:
-        at, offset = place(*one) if isinstance(one, tuple) else place(one, 0)
+        at, offset = place(*placed(one))
         return (at, offset) if offset else at
 
     def of_map(one: TensorMap) -> TensorMap:

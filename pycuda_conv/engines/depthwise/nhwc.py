@@ -32,7 +32,7 @@ from pycuda_conv.engines.depthwise.nhwc_launch import (
     vector_choices,
     vector_of,
 )
-from pycuda_conv.engines.geometry import accumulator_bytes, ceil, goes_near, wraps
+from pycuda_conv.engines.geometry import ceil, goes_near, wraps
 from pycuda_conv.engines.limits import TWO_AXES, Takes, Tiles
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 
@@ -300,9 +300,7 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float:
     us = COST.OTHER_BEGIN + us / min(1.0, rounds) + work.steps * COST.OTHER_STEP
     if isinstance(config, DepthwiseStrips):
         us *= COST.FLOAT64_STRIPS
-    if isinstance(config, DepthwiseWgrad) and config.PARTS > 1:
-        us += split_sum.time(math.prod(problem.result_shape), config.PARTS, accumulator_bytes(problem), multiprocessors)
-    return us
+    return us + split_sum.time(problem, config.PARTS, device) if isinstance(config, DepthwiseWgrad) else us
 
 
 def _ring_time(problem: ConvProblem, config: DepthwiseRing, device: Device) -> float:
@@ -318,9 +316,7 @@ def _ring_time(problem: ConvProblem, config: DepthwiseRing, device: Device) -> f
     full, rest = divmod(ceil(blocks, device.multiprocessors), fit)
     busy = full * fit + (max(rest, COST.ALONE) if rest else 0)
     us = COST.RING_BEGIN + max(COST.ISSUED * busy * cycles / COST.CLOCK, problem.bytes / COST.RING_MEMORY)
-    if config.PARTS > 1 or problem.itemsize == 2:
-        us += split_sum.time(math.prod(problem.result_shape), config.PARTS, accumulator_bytes(problem), device.multiprocessors)
-    return us
+    return us + split_sum.time(problem, config.PARTS, device, rounds=False)
 
 
 FEW_TAPS = 4  # wgrad's pixels take at least as long as so many taps: 1x1x1 filters took 45 us on an H100, 9 by their multiplications

@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from itertools import islice
 from typing import Any
 
+from pycuda_conv.engines import split_sum
 from pycuda_conv.engines.base import BY_RULE, FLAG, LAST_RESORT, Config, Device, KernelLaunch, VariantSet, costs, fastest, kernel_struct
 from pycuda_conv.engines.costs import spread
 from pycuda_conv.engines.direct.configs import (
@@ -52,9 +53,7 @@ from pycuda_conv.engines.geometry import (
 )
 from pycuda_conv.engines.layout import rims
 from pycuda_conv.engines.limits import Takes, Tiles
-from pycuda_conv.engines.schedule import FINISH, INPUT, RESULT, STATIC_SHARED_BYTES, WEIGHT, WORKSPACE, Schedule
-from pycuda_conv.engines.split_sum import in_parts
-from pycuda_conv.engines.split_sum import time as reduce_time
+from pycuda_conv.engines.schedule import INPUT, OPERANDS, RESULT, STATIC_SHARED_BYTES, WEIGHT, Schedule
 from pycuda_conv.engines.variants import fixed
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 
@@ -207,15 +206,12 @@ def schedule(
     defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(needs_64_bits(problem, parts if split > 1 else 0))} | defines
     if device.backend != "cuda" and "UNROLLED" in defines:  # unrolling gains nothing there
         defines = {name: defines[name] for name in ("DTYPE", "INDEX_64", "THREADS", "BLOCK_C")}
-    result = RESULT if split == 1 else WORKSPACE
-    buffers: tuple[int, ...] = (INPUT, WEIGHT, *FINISH, result)
-    if isinstance(config, Wgrad):
-        buffers = (INPUT, WEIGHT, result)
+    buffers = (INPUT, WEIGHT, RESULT) if isinstance(config, Wgrad) else OPERANDS
     shared = room * accumulator_bytes(problem)
     if room and device.backend != "cuda":
         defines["ROOM"], shared = STATIC_SHARED_BYTES // accumulator_bytes(problem), 0
     launch = KernelLaunch(kernel, defines, _grid(problem, config), threads, buffers, (), shared=shared, arguments=args, layer=layer)
-    return Schedule.plain([[launch]]) if split == 1 else in_parts(problem, launch, split, accumulator_bytes(problem))
+    return split_sum.in_parts(problem, launch, split)
 
 
 def _single(problem: ConvProblem, config: Single) -> Made:
@@ -395,7 +391,7 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
             us += spread(planes * (at_edges * config.TILE_Q * COST.TILE_EDGE + shows), device.multiprocessors)
         return COST.TILE_START + us * (1.0 if problem.K == problem.C else 2.0)  # the results of a channel each read it again
     if isinstance(config, Wgrad):
-        return wgrad_time(problem, config, device.multiprocessors)
+        return wgrad_time(problem, config, device)
     if isinstance(config, Single):
         if math.prod(problem.result_shape) <= FEW:
             return None  # by rule
@@ -423,7 +419,7 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
         least, of_tap = (COST.DGRAD_WAIT, COST.DGRAD_TAP) if unrolled_dgrad(problem) else (COST.DGRAD_LEAST, of_tap)
         channel = max(least, of_tap * met)
     at_once = config.BLOCK_C if isinstance(config, Batched) else config.BLOCK_K
-    split, run, size = parts_of_sum(problem, config.SPLIT, read, at_once).values()
+    split, run, _ = parts_of_sum(problem, config.SPLIT, read, at_once).values()
     threads = result_pixels(problem) * problem.groups * ceil(written, block) * split
     channel += COST.STAGED * taps * block / config.THREADS  # a block brings that much of the filter to shared memory
     channels = min(run, read)
@@ -442,7 +438,7 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
         us = max(us, written_bytes / COST.DGRAD_WRITTEN)
     elif problem.has_residual and split == 1:
         us += written_bytes / COST.RESIDUAL_MEMORY
-    return us if split == 1 else us + reduce_time(size, split, accumulator_bytes(problem), device.multiprocessors)
+    return us + split_sum.time(problem, split, device)
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, Config] | None:

@@ -43,7 +43,19 @@ from pycuda_conv.engines.layout import transpose_filter
 from pycuda_conv.engines.limits import HOPPER, Takes, Tiles
 from pycuda_conv.engines.packed_product import repeat_arguments, tap_numbers, written_places
 from pycuda_conv.engines.range_guard import MomentsLayout
-from pycuda_conv.engines.schedule import FINISH, INPUT, PACKED, RESULT, WEIGHT, WORKSPACE, Arena, Moments, Schedule, finish_constants
+from pycuda_conv.engines.schedule import (
+    FINISH,
+    INPUT,
+    PACKED,
+    RESULT,
+    WEIGHT,
+    WORKSPACE,
+    Arena,
+    Moments,
+    Schedule,
+    finish_constants,
+    placed,
+)
 from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, why_not_one_product
 from pycuda_conv.problem import Size3
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch, TensorMap
@@ -324,12 +336,11 @@ def _product(
 
 def _filter_map(problem: ConvProblem, config: DenseNhwc, place: BufferSlice, mn_major: bool, row: int) -> TensorMap:
     """The filter's map. A box is `row` bytes of k of one tap x a tile's channels, or, MN-major, channels x k."""
-    buffer, offset = place if isinstance(place, tuple) else (place, 0)
     rows, channels, taps, size = problem.result_channels, _summed(problem), math.prod(problem.filter_size), problem.itemsize
     inner, outer = (rows, channels) if mn_major else (channels, rows)
     wide = row // size
     box = (min(stage_channels(problem), config.BLOCK_N), 1, wide) if mn_major else (wide, 1, min(config.BLOCK_N, rows))
-    return TensorMap(buffer, offset, (inner, taps, outer), (size * inner, size * inner * taps), box, size * box[0], map_type(problem))
+    return TensorMap(*placed(place), (inner, taps, outer), (size * inner, size * inner * taps), box, size * box[0], map_type(problem))
 
 
 def _blocks(problem: ConvProblem, addressing: PhaseAddressing) -> int:

@@ -33,7 +33,7 @@ from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes
 from pycuda_conv.engines.layout import transpose_filter
 from pycuda_conv.engines.limits import HOPPER, Takes, Tiles
 from pycuda_conv.engines.packed_product import written_places
-from pycuda_conv.engines.schedule import FINISH, INPUT, PACKED, RESULT, WEIGHT, Arena, Schedule, finish_constants
+from pycuda_conv.engines.schedule import FINISH, INPUT, PACKED, RESULT, WEIGHT, Arena, Schedule, finish_constants, placed
 from pycuda_conv.engines.tensor_cores import ELEMENTS, why_not_one_product
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch, TensorMap
 
@@ -162,11 +162,10 @@ def _product(problem: ConvProblem, config: GatherNhwc, place: BufferSlice, pitch
 
 def _filter_map(problem: ConvProblem, config: GatherNhwc, place: BufferSlice, pitch: int) -> TensorMap:
     """The map of the filter: a box is a stage of gemm k of a tile's rows."""
-    buffer, offset = place if isinstance(place, tuple) else (place, 0)
     rows, elements = problem.result_channels, math.prod(problem.filter_size) * problem.operand_channels
     sizes, strides = (elements, 1, rows), (problem.itemsize * pitch,) * 2
     box = (stage_channels(problem), 1, min(config.BLOCK_N, rows))
-    return TensorMap(buffer, offset, sizes, strides, box, ROW, map_type(problem))
+    return TensorMap(*placed(place), sizes, strides, box, ROW, map_type(problem))
 
 
 def _stages(problem: ConvProblem) -> int:

@@ -48,7 +48,7 @@ from pycuda_conv.engines.packed_product import assemble, repeat_arguments, tap_n
 from pycuda_conv.engines.packing import Operands, packs_filter_last
 from pycuda_conv.engines.packing_time import overhead
 from pycuda_conv.engines.range_guard import MomentsLayout, recompute_arguments
-from pycuda_conv.engines.schedule import FINISH, INPUT, RESULT, WEIGHT, Moments, Schedule, finish_constants
+from pycuda_conv.engines.schedule import FINISH, INPUT, RESULT, WEIGHT, Moments, Schedule, finish_constants, placed
 from pycuda_conv.engines.split_sum import splits
 from pycuda_conv.engines.tensor_cores import FLOAT, gemm_products, limbs, products
 from pycuda_conv.runtime.base import BufferSlice, Device, Im2col, KernelLaunch, TensorMap
@@ -169,11 +169,10 @@ def _filter_map(problem: ConvProblem) -> TensorMap:
 
 def _result_map(problem: ConvProblem, config: ImplicitGemm, place: BufferSlice) -> TensorMap:
     """The map of the result, or of a split sum's parts. Groups and parts have axes of their own, so a tail never reaches the next one."""
-    buffer, offset = place if isinstance(place, tuple) else (place, 0)
     size, groups, rows = config.stored_bytes(problem), problem.groups, problem.result_channels
     pixels = problem.N * math.prod(problem.result_size)
     sizes, strides = (rows // groups, groups, pixels, config.SPLIT), (size * (rows // groups), size * rows, size * rows * pixels)
-    return TensorMap(buffer, offset, sizes, strides, (128 // size, 1, 32, 1), 128, "float32" if size == 4 else problem.dtype)
+    return TensorMap(*placed(place), sizes, strides, (128 // size, 1, 32, 1), 128, "float32" if size == 4 else problem.dtype)
 
 
 def _product(

@@ -15,7 +15,7 @@ from pycuda_conv.engines.channel_units import MOST_STEPS, STEP, chunks_read, chu
 from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.geometry import arguments, ceil, even_parts, forward_of
 from pycuda_conv.engines.limits import AMPERE, HALVES, NOT_EMPTY, TWO_AXES, Takes, Tiles
-from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Schedule
+from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, Schedule
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF, SHARED_BYTES, product_rate
 
 THREADS, WARPS = 256, 8
@@ -121,12 +121,11 @@ LEGAL = Tiles(
 
 def schedule(problem: ConvProblem, config: GroupedWgrad, device: Device, with_moments: bool = False) -> Schedule:
     defines = {"TYPE": ELEMENTS[problem.dtype], "TAPS": _taps(problem), "WHOLE": int(config.PARTS == 1)}
-    buffers = INPUT, WEIGHT, RESULT if config.PARTS == 1 else WORKSPACE
     launch = KernelLaunch(
-        "grouped_nhwc_wgrad", defines, _grid(problem, config), THREADS, buffers, (), shared=_shared_bytes(problem, config),
+        "grouped_nhwc_wgrad", defines, _grid(problem, config), THREADS, (INPUT, WEIGHT, RESULT), (), shared=_shared_bytes(problem, config),
         arguments=_arguments(problem, config),
     )  # fmt: skip
-    return Schedule.plain([[launch]]) if config.PARTS == 1 else split_sum.in_parts(problem, launch, config.PARTS)
+    return split_sum.in_parts(problem, launch, config.PARTS)
 
 
 def _arguments(problem: ConvProblem, config: GroupedWgrad) -> Any:
@@ -170,7 +169,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[GroupedWgrad]:
 def time(problem: ConvProblem, config: GroupedWgrad, device: Device) -> float:
     """Microseconds that `config` should take: the work of the multiprocessor with most blocks, or bytes; and adding the parts."""
     units, (unit_blocks, tap_blocks), (of_x, of_y) = _units(problem), _blocks(problem, config), _loads(problem, config)
-    multiprocessors, size, forward = device.multiprocessors, math.prod(problem.result_shape), forward_of(problem)
+    multiprocessors, forward = device.multiprocessors, forward_of(problem)
     taps = _taps(problem)
     rows = config.UNITS * units.steps * config.TILE_P * ceil(config.IMAGES * config.TILE_Q, COLUMNS)
     multiplied = rows * taps * 2 * 16 * 8 * 16 / product_rate(device)
@@ -184,4 +183,4 @@ def time(problem: ConvProblem, config: GroupedWgrad, device: Device) -> float:
     read = 2.0 * (math.prod(forward.input_shape) + math.prod(forward.result_shape))
     moved = read + COST.HALO * max(16 * loads * tiles * unit_blocks - read, 0) + read * (tap_blocks - 1)
     us = max(us, COST.BEGIN + spread(moved / COST.MEMORY, multiprocessors))
-    return us if config.PARTS == 1 else us + split_sum.time(size, config.PARTS, 4, multiprocessors)
+    return us + split_sum.time(problem, config.PARTS, device)
