@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing
 from pycuda_conv.engines.costs import costs
@@ -52,7 +53,7 @@ def image_map(
         count = problem.N * math.prod(unpacked.size)
         return TensorMap(buffer, start, (channels, count, 1), (pixel, pixel * count), (wide, pixels, 1), row, kind)
     inner = range(2, 2 - addressing.spatial_dims, -1)  # W first
-    axes, stride, low = ([of[i] for i in inner] for of in (unpacked.size, addressing.stride, addressing.low))
+    axes = [unpacked.size[i] for i in inner]
     if box:  # it has rows in any case
         axes = [*axes, 1][: max(len(axes), 2)]
         lengths = *box.size[: len(axes)], box.size[-1]
@@ -61,10 +62,15 @@ def image_map(
     strides = tuple(pixel * math.prod(axes[:i]) for i in range(len(axes) + 1))
     first, axes = (part[0], [part[1][i] for i in inner]) if part else ((0, 0, 0), axes)
     offset = start + pixel * sum(n * step for n, step in zip(first, row_major(unpacked.size), strict=True))
-    sizes = [addressing.phase.size[i] for i in inner]
-    upper = [a + (count - 1) * step - (n - 1) for a, count, step, n in zip(low, sizes, stride, axes, strict=True)]
-    walk = Im2col(tuple(low), tuple(upper), tuple(stride), wide, pixels)
-    return TensorMap(buffer, offset, (channels, *axes, problem.N), strides, walk, row, kind)
+    return TensorMap(buffer, offset, (channels, *axes, problem.N), strides, im2col(addressing, axes, wide, pixels), row, kind)
+
+
+def im2col(addressing: PhaseAddressing, axes: Sequence[int], wide: int, pixels: int) -> Im2col:
+    """How loads of `wide` channels of `pixels` pixels go through images whose spatial `axes`, innermost first, have these sizes."""
+    inner = range(2, 2 - len(axes), -1)
+    stride, low, sizes = (tuple(of[i] for i in inner) for of in (addressing.stride, addressing.low, addressing.phase.size))
+    upper = tuple(a + (count - 1) * step - (n - 1) for a, count, step, n in zip(low, sizes, stride, axes, strict=True))
+    return Im2col(low, upper, stride, wide, pixels)
 
 
 def pixel_cycles(nbytes: int) -> float:

@@ -7,17 +7,19 @@ of some phases, and the model of time. Its tiles and variants are in ``gemm_tile
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 from pycuda_conv.engines import packing
 from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing, filter_sizes, packed_key, row_blocks
 from pycuda_conv.engines.base import ConvProblem, costs, kernel_struct
 from pycuda_conv.engines.costs import together
-from pycuda_conv.engines.geometry import arguments, by_axis, ceil, finish
-from pycuda_conv.engines.hopper.common import MEMORY, THREADS, read_bytes
+from pycuda_conv.engines.geometry import arguments, ceil, finish
+from pycuda_conv.engines.hopper.common import MEMORY, THREADS, im2col, load_base, read_bytes
 from pycuda_conv.engines.hopper.gemm_tiles import (
     KERNEL,
     LEGAL,
@@ -129,32 +131,19 @@ def _moments(problem: ConvProblem, config: ImplicitGemm) -> Moments | None:
     return Moments(1, problem.N * plane, pixels, problem.result_channels)
 
 
-def _packed_strides(problem: ConvProblem, packed: PackedLayout, axes: Sequence[int]) -> list[int]:
-    """Byte strides of the packed images: from pixel to pixel along each of `axes`, innermost first, then from image to image."""
-    pixel = 2 * problem.groups * packed.pixel
-    strides = [pixel if packed.window is None else pixel * problem.stride[2]]  # windows overlap
-    for i in axes:
-        pixel *= packed.stored[i]
-        strides.append(pixel)
-    return strides
-
-
 def _image_map(
     problem: ConvProblem, config: ImplicitGemm, packed: PackedLayout, addressing: PhaseAddressing, place: tuple[int, int]
 ) -> TensorMap:
-    channels, copies = problem.groups * packed.group, limbs(problem)
+    channels, copies, pixel = problem.groups * packed.group, limbs(problem), 2 * problem.groups * packed.pixel  # bytes
     if addressing.flat:
-        pixel = 2 * problem.groups * packed.pixel  # bytes
         axes, images = [problem.N * math.prod(packed.size)], copies
-        strides = [pixel, pixel * axes[0]]
-        stride, low, upper = [1], [0], [0]
+        strides, box = [pixel, pixel * axes[0]], Im2col((0,), (0,), (1,), packed.load, config.BLOCK_N)
     else:
         inner = range(2, 2 - addressing.spatial_dims, -1)  # W first
         axes, images = [packed.size[i] for i in inner], copies * problem.N
-        strides = _packed_strides(problem, packed, inner)
-        stride, low = [addressing.stride[i] for i in inner], [addressing.low[i] for i in inner]
-        upper = [addressing.low[i] + (addressing.phase.size[i] - 1) * addressing.stride[i] - (packed.size[i] - 1) for i in inner]
-    box = Im2col(tuple(low), tuple(upper), tuple(stride), packed.load, config.BLOCK_N)
+        strides = list(accumulate((packed.stored[i] for i in inner), operator.mul, initial=pixel))
+        strides[0] *= 1 if packed.window is None else problem.stride[2]  # windows overlap
+        box = im2col(addressing, axes, packed.load, config.BLOCK_N)
     operand = "bfloat16" if problem.dtype == "bfloat16" else "float16"
     return TensorMap(*place, (channels, *axes, images), tuple(strides), box, 2 * packed.load, operand)
 
@@ -236,21 +225,15 @@ def _arguments(
     phase, groups, rows = addressing.phase, problem.groups, problem.result_channels
     tiles_m, tiles_pixels = tiles
     blocks_group, _, channel_blocks = filter_sizes(problem, packed)
-    plane, size = math.prod(phase.size), phase.size
     blocks = channel_blocks * math.prod(addressing.taps)
-    pixels = problem.N * plane
-    # loads see all images of a flat phase as one row of pixels
-    flat = addressing.flat
-    stride, low = (((1, 1, 1), (0, 0, 0)) if flat else (addressing.stride, addressing.low))
     return arguments(
-        GemmPhase, **of_launch, tiles=tiles_m * tiles_pixels * config.SPLIT * groups, tiles_m=tiles_m, splits=config.SPLIT,
-        split_stages=ceil(ceil(blocks, 64 // packed.load), config.SPLIT), tiles_pixels=tiles_pixels, blocks=blocks,
+        GemmPhase, problem, phase, tap_numbers(packed, addressing), load_base(problem, addressing), written_places(problem, phase),
+        finish(problem, config.SPLIT > 1), of_launch, tiles=tiles_m * tiles_pixels * config.SPLIT * groups, tiles_m=tiles_m,
+        splits=config.SPLIT, split_stages=ceil(ceil(blocks, 64 // packed.load), config.SPLIT), tiles_pixels=tiles_pixels, blocks=blocks,
         channel_blocks=channel_blocks, rows_group=rows // groups, rows=rows, blocks_group=blocks_group,
         row_blocks=row_blocks(problem, packed), channels_group=packed.group, channels=groups * packed.group,
-        **tap_numbers(packed, addressing), **by_axis("dilation_", addressing.dilation), pixels=pixels, limb_images=1 if flat else problem.N,
-        spatial_dims=addressing.spatial_dims, load_plane=pixels if flat else plane, load_pq=pixels if flat else size[1] * size[2],
-        load_q=pixels if flat else size[2], **by_axis("stride_", stride), **by_axis("low_", low), plane=plane, pq=size[1] * size[2],
-        q=size[2], **written_places(problem, phase), out_part=math.prod(problem.result_shape), **finish(problem, config.SPLIT > 1),
+        pixels=problem.N * math.prod(phase.size), limb_images=1 if addressing.flat else problem.N, spatial_dims=addressing.spatial_dims,
+        out_part=math.prod(problem.result_shape),
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal, get_args
 
 from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing, packed_layout, why_not
 from pycuda_conv.engines.base import FLAG, Config, Device, VariantSet
-from pycuda_conv.engines.geometry import Phase, ceil, repeats
+from pycuda_conv.engines.geometry import Phase, batches, ceil, repeats
 from pycuda_conv.engines.hopper.common import most_shared
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring
 from pycuda_conv.engines.limits import Takes, Tiles
@@ -194,9 +194,7 @@ def paired(problem: ConvProblem) -> bool:
 
 def launches_of(problem: ConvProblem) -> Iterator[Sequence[PhaseAddressing]]:
     """The phases of each launch, without their repeats, which the launch computes too; in the order of their first pixels."""
-    args = first_ones(*alike(problem))
-    for first in range(0, len(args), PHASES):
-        yield args[first : first + PHASES]
+    return batches(first_ones(*alike(problem)), PHASES)
 
 
 @lru_cache(maxsize=64)  # the planner asks for it once a configuration

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from pycuda_conv.engines.base import FLAG, Config, ConvProblem, VariantSet, costs, fixed, kernel_struct
 from pycuda_conv.engines.geometry import arguments, ceil
 from pycuda_conv.engines.hopper.common import CLOCK, ROW, most_shared
-from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring
+from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, with_most_stages
 from pycuda_conv.engines.limits import HALVES, HOPPER, IN_32_BITS, NOT_EMPTY, ONE_GROUP, POINTWISE, Takes, Tiles
 from pycuda_conv.engines.schedule import FINISH, INPUT, RESULT, WEIGHT, Schedule, finish_constants
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF
@@ -76,9 +76,13 @@ def _ring(config: Planes) -> Ring:
     return Ring(ROW * (config.BLOCK_M + config.BLOCK_N), results + ALIGNMENT, most_shared(_blocks_per_sm(config)))
 
 
-def _max_stages_of(rows: int, pixels: int) -> Planes:
-    """A tile with the most stages that shared memory has room for."""
-    return Planes(rows, pixels, _ring(Planes(rows, pixels)).deepest(range(STAGES, 1, -1)))
+def _consumers(config: Planes) -> int:
+    own = TILES[config.BLOCK_M, config.BLOCK_N]
+    return config.BLOCK_M // own.rows * (config.BLOCK_N // own.pixels)
+
+
+#: The tiles, each with the most stages that shared memory has room for.
+DEEPEST: list[Planes] = [with_most_stages(tile, _ring(tile), STAGES) for tile in (Planes(*size) for size in TILES)]
 
 
 def schedule(problem: ConvProblem, config: Planes, device: Device, with_moments: bool = False) -> Schedule:
@@ -102,11 +106,6 @@ def _defines(config: Planes) -> dict[str, int]:
     return asdict(config) | {"WGMMA_N": own.pixels, "OWN_M": own.rows, "RESULTS": own.results}
 
 
-def _consumers(config: Planes) -> int:
-    own = TILES[config.BLOCK_M, config.BLOCK_N]
-    return config.BLOCK_M // own.rows * (config.BLOCK_N // own.pixels)
-
-
 def _threads(config: Planes) -> int:
     """Threads of a block: the producer's warp is a whole warpgroup if it hands over registers."""
     consumers = _consumers(config)
@@ -127,15 +126,13 @@ def _tiles(problem: ConvProblem, config: Planes) -> tuple[int, int, int]:
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
-    for tile in TILES:
-        choices = fixed(_defines(_max_stages_of(*tile))) | {"TYPE": (HALF, BFLOAT), "W_MN_MAJOR": FLAG}
+    for tile in DEEPEST:
+        choices = fixed(_defines(tile)) | {"TYPE": (HALF, BFLOAT), "W_MN_MAJOR": FLAG}
         yield VariantSet("hopper_planes", choices, arch="sm_90a")
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Planes]:
-    for rows, pixels in TILES:
-        if rows == 64 or problem.result_channels > rows - 64:
-            yield _max_stages_of(rows, pixels)
+    return (tile for tile in DEEPEST if tile.BLOCK_M == 64 or problem.result_channels > tile.BLOCK_M - 64)
 
 
 def time(problem: ConvProblem, config: Planes, device: Device) -> float:

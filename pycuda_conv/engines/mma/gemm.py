@@ -131,18 +131,17 @@ def _product(
     """The launch of one phase."""
     phase, rows, chunks = addressing.phase, problem.result_channels, packed.group // 8
     blocks, _, channel_blocks = filter_sizes(problem, packed)
-    plane, row = math.prod(phase.size), phase.size[2]
     tiles_m, tiles_pixels = _tiles(problem, config, addressing)
     args = arguments(
-        GemmPhase, tiles_m=tiles_m, splits=config.SPLIT, split_stages=ceil(ceil(math.prod(addressing.taps) * chunks, 4), config.SPLIT),
+        GemmPhase, problem, phase, tap_numbers(packed, addressing), written_places(problem, phase), finish(problem, config.SPLIT > 1),
+        tiles_m=tiles_m, splits=config.SPLIT, split_stages=ceil(ceil(math.prod(addressing.taps) * chunks, 4), config.SPLIT),
         tiles_pixels=tiles_pixels, chunks=math.prod(addressing.taps) * chunks, chunks_group=chunks, chunks_pixel=problem.groups * chunks,
         rows_group=rows // problem.groups, rows=rows, blocks_group=blocks, channel_blocks=channel_blocks,
         w_block=_w_chunks(problem, packed), piece_bits=(packed.load // 8).bit_length() - 1, x_limb=_x_chunks(problem, packed),
-        **tap_numbers(packed, addressing), **by_axis("size_", packed.size), **by_axis("stride_", addressing.stride),
-        **by_axis("low_", addressing.low), **by_axis("dilation_", addressing.dilation), pixels=problem.N * plane, plane=plane,
-        pq=phase.size[1] * row, q=row, **written_places(problem, phase), out_part=math.prod(problem.result_shape),
-        scaled=int(problem.dtype == "float32"), x_tiles=x_tiles, **finish(problem, config.SPLIT > 1),
-    )
+        **by_axis("size_", packed.size), **by_axis("stride_", addressing.stride), **by_axis("low_", addressing.low),
+        pixels=problem.N * math.prod(phase.size), out_part=math.prod(problem.result_shape), scaled=int(problem.dtype == "float32"),
+        x_tiles=x_tiles,
+    )  # fmt: skip
     defines = arithmetic(problem, phase, config.SPLIT > 1) | {"BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "STAGES": config.STAGES}
     grid, shared = _blocks(problem, config, addressing), config.STAGES * _ring(config, limbs(problem)).stage
     return KernelLaunch("mma_gemm", defines, grid, THREADS, buffers, (), shared=shared, arguments=args, layer=finish_constants(args))

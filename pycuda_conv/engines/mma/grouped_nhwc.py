@@ -7,7 +7,7 @@ channels of other groups with zeros: memory bounds such layers, not arithmetic.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -17,7 +17,7 @@ from pycuda_conv.engines.addressing import MOST_PIXELS
 from pycuda_conv.engines.base import Config, ConvProblem, Device, KernelLaunch, VariantSet, kernel_struct
 from pycuda_conv.engines.channel_units import MOST_STEPS, STEP, chunks_read, cut, pitch, worth_it
 from pycuda_conv.engines.costs import costs, spread, together
-from pycuda_conv.engines.geometry import Phase, arguments, ceil, phases, row_major, too_many_phases
+from pycuda_conv.engines.geometry import Phase, arguments, batches, ceil, phases, row_major, too_many_phases
 from pycuda_conv.engines.limits import AMPERE, TWO_AXES, Takes, Tiles
 from pycuda_conv.engines.schedule import OPERANDS, Schedule, finish_constants
 from pycuda_conv.engines.tensor_cores import ELEMENTS, SHARED_BYTES, product_rate, why_not_one_product
@@ -179,14 +179,13 @@ def schedule(problem: ConvProblem, config: GroupedNhwc, device: Device, with_mom
     return Schedule.reading(problem, lambda strides: [[_product(problem, config, device, strides, views, shared) for views in each]])
 
 
-def _launches(problem: ConvProblem) -> Iterator[tuple[_PhaseView, ...]]:
+def _launches(problem: ConvProblem) -> Iterator[Sequence[_PhaseView]]:
     """The phases of each launch."""
-    views, count = _views(problem), _phase_count(problem)
-    return (views[first : first + count] for first in range(0, len(views), count))
+    return batches(_views(problem), _phase_count(problem))
 
 
 def _product(
-    problem: ConvProblem, config: GroupedNhwc, device: Device, w_strides: tuple[int, int, int, int], views: tuple[_PhaseView, ...],
+    problem: ConvProblem, config: GroupedNhwc, device: Device, w_strides: tuple[int, int, int, int], views: Sequence[_PhaseView],
     shared: int,
 ) -> KernelLaunch:
     """The launch of some phases, with as much shared memory as the largest of all takes."""
@@ -203,7 +202,7 @@ def _product(
     )  # fmt: skip
 
 
-def _blocks(problem: ConvProblem, config: GroupedNhwc, device: Device, views: tuple[_PhaseView, ...]) -> int:
+def _blocks(problem: ConvProblem, config: GroupedNhwc, device: Device, views: Sequence[_PhaseView]) -> int:
     """Blocks that share units and a phase: as many as fill the GPU, if possible with equally many tiles each."""
     tiles = max(_tiles(view, config) for view in views)
     jobs = _unit_blocks(problem, config) * len(views)
