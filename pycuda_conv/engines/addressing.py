@@ -96,15 +96,8 @@ def _channels_a_load(channels: int, whole: bool = False) -> int:
 
 def phase_addressing(problem: ConvProblem, phase: Phase, packed: PackedLayout) -> PhaseAddressing | None:
     """What `phase` reads of images with the layout `packed`, or None if tensor loads can't do so."""
-    axes = []
-    for i in range(3):
-        if phase.dilation[i] >= 0:
-            axes.append((phase.taps[i], phase.stride[i], -phase.pad[i], max(phase.dilation[i], 1), phase.first[i], phase.every[i]))
-        else:  # dgrad reads its taps backwards
-            last = phase.taps[i] - 1
-            start = -phase.pad[i] + last * phase.dilation[i]
-            axes.append((phase.taps[i], 1, start, -phase.dilation[i], phase.first[i] + last * phase.every[i], -phase.every[i]))
-    taps, stride, low, dilation, base, step = (size3(list(values)) for values in zip(*axes, strict=True))
+    _, taps, stride, low, dilation, base, step = (size3(list(values)) for values in zip(*map(phase.along, range(3)), strict=True))
+    dilation = size3([max(n, 1) for n in dilation])
     trivial = [packed.size[i] == phase.size[i] and taps[i] <= 1 and stride[i] == 1 and low[i] == 0 for i in range(3)]
     flat = all(trivial) and packed.window is None
     of_line, of_plane = flat or (trivial[0] and trivial[1] and packed.size[:2] == (1, 1)), trivial[0] and packed.size[0] == 1

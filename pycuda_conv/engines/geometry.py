@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from struct import pack, unpack
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pycuda_conv import borders
 from pycuda_conv.problem import ConvProblem, Size3
@@ -266,6 +266,15 @@ def near_sides(problem: ConvProblem) -> dict[str, int] | None:
     return found
 
 
+def side_numbers(size: Sequence[int], border: Sequence[tuple[str, str]], axes: str = "dhw") -> dict[str, int]:
+    """What ``cu/core/border.cuh`` knows of both sides of some axes of this `size`, whatever they show."""
+    found: dict[str, int] = {}
+    for axis, n, words in zip(axes, size, border, strict=True):
+        for prefix, word in zip(("", "last_"), words, strict=True):
+            found |= {f"{prefix}{name}_{axis}": value for name, value in borders.side(word, n)._asdict().items()}
+    return found
+
+
 #: The same for an image without a border.
 NO_SIDES = {f"{name}{axis}": 0 for name in ("side_", "last_side_") for axis in "dhw"}
 
@@ -299,6 +308,18 @@ MOST_PHASES = 1024  # phases that engines may launch although few have taps: eac
 MOST_WALKED = 2**16  # phases for which plans are made phase by phase; more take seconds
 
 
+class PhaseAxis(NamedTuple):
+    """One axis of a phase: pixel j reads j * stride + low + i * dilation by tap i, which is tap base + i * step of the filter."""
+
+    size: int
+    taps: int
+    stride: int
+    low: int
+    dilation: int
+    base: int
+    step: int
+
+
 @dataclass(frozen=True)
 class Phase:
     """A part of the result that a stride-1 convolution with some of the taps computes.
@@ -316,6 +337,13 @@ class Phase:
     stride: tuple[int, int, int]
     pad: tuple[int, int, int]
     dilation: tuple[int, int, int]
+
+    def along(self, i: int) -> PhaseAxis:
+        """One axis, with the taps in the order of the pixels that they read: those of dgrad step back."""
+        taps, low, dilation, base, every = self.taps[i], -self.pad[i], self.dilation[i], self.first[i], self.every[i]
+        if dilation < 0:
+            low, base, dilation, every = low + (taps - 1) * dilation, base + (taps - 1) * every, -dilation, -every
+        return PhaseAxis(self.size[i], taps, self.stride[i], low, dilation, base, every)
 
     @classmethod
     def of_axes(cls, axes: Sequence[Sequence[int]]) -> Phase:

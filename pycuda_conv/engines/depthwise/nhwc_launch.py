@@ -237,15 +237,9 @@ def _tile_arguments(problem: ConvProblem, config: Depthwise) -> Any:
 def _strips_arguments(problem: ConvProblem, config: DepthwiseStrips) -> Any:
     pad_h, pad_w = _padding(problem, DepthwiseStrips)
     return arguments(
-        DepthwiseStripsArguments, problem, partition_of(problem, config), rows=config.ROWS, pad_h=pad_h, pad_w=pad_w,
-        flip=int(flipped(problem, DepthwiseStrips)), **_near_numbers(problem),
+        DepthwiseStripsArguments, problem, partition_of(problem, config), border_numbers(problem, "hw"), rows=config.ROWS, pad_h=pad_h,
+        pad_w=pad_w, flip=int(flipped(problem, DepthwiseStrips)),
     )  # fmt: skip
-
-
-def _near_numbers(problem: ConvProblem) -> dict[str, int]:
-    """Those of a border's numbers that tell what stands no further outside than the image's other end."""
-    names = "value", "bordered", *(f"{name}_{axis}" for name in ("near", "last_near", "step", "fills") for axis in "hw")
-    return {name: value for name, value in border_numbers(problem, "hw").items() if name in names}
 
 
 def _taps(problem: ConvProblem) -> tuple[int, int]:

@@ -226,10 +226,10 @@ def _tile(problem: ConvProblem, config: Tile) -> Made:
     if flipped:
         pad_h, pad_w = dil_h * (r - 1) - pad_h, dil_w * (s - 1) - pad_w
         apart_h, apart_w = problem.stride[1].bit_length() - 1, problem.stride[2].bit_length() - 1
-    tiles_p, tiles_q = ceil(p, config.TILE_P), ceil(q, config.TILE_Q)
     args = arguments(
-        TileArguments, problem, tiles_p=tiles_p, tiles_q=tiles_q, pad_h=pad_h, pad_w=pad_w, stride_h=stride_h, stride_w=stride_w,
-        halo_w=config.halo(problem)[1], flipped=int(flipped), apart_h=apart_h, apart_w=apart_w, **_border(problem), **_of_integers(problem),
+        TileArguments, problem, *_border(problem), _of_integers(problem), tiles_p=ceil(p, config.TILE_P), tiles_q=ceil(q, config.TILE_Q),
+        pad_h=pad_h, pad_w=pad_w, stride_h=stride_h, stride_w=stride_w, halo_w=config.halo(problem)[1], flipped=int(flipped),
+        apart_h=apart_h, apart_w=apart_w,
     )  # fmt: skip
     elements = _tile_room(problem, config)
     layer = _constants(problem, args)
@@ -241,18 +241,16 @@ def _tile(problem: ConvProblem, config: Tile) -> Made:
     return defines, args, layer, elements
 
 
-def _border(problem: ConvProblem) -> dict[str, int]:
+def _border(problem: ConvProblem) -> Iterator[dict[str, int]]:
     """The arguments for images with a border: where it is read, and in a gradient what it shows."""
     shows = shown(problem)
-    read = replace(problem, border=None) if shows else problem
-    sides = (near_sides(problem) if shows else None) or NO_SIDES
-    numbers = border_numbers(read, "hw") | {name: value for name, value in sides.items() if not name.endswith("d")}
-    before, after = problem.border_sizes
-    numbers |= by_axis("before_", before[1:], "hw") | by_axis("after_", after[1:], "hw")
+    yield border_numbers(replace(problem, border=None) if shows else problem, "hw")
+    yield (near_sides(problem) if shows else None) or NO_SIDES
+    for prefix, sides in zip(("before_", "after_"), problem.border_sizes, strict=True):
+        yield by_axis(prefix, sides)
     for axis, of_axis in zip("hw", rims.runs(problem)[1:] if shows else ((), ()), strict=True):
         (first, firsts), (last, lasts) = [*of_axis, (0, 0), (0, 0)][:2]
-        numbers |= {f"first_{axis}": first, f"firsts_{axis}": firsts, f"last_{axis}": last, f"lasts_{axis}": lasts}
-    return numbers
+        yield {f"first_{axis}": first, f"firsts_{axis}": firsts, f"last_{axis}": last, f"lasts_{axis}": lasts}
 
 
 def _of_integers(problem: ConvProblem) -> dict[str, int]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pycuda_conv import borders
-from pycuda_conv.engines.geometry import accumulator_bytes, arguments, bits, by_axis, ceil, divider, shown_once_along
+from pycuda_conv.engines.geometry import accumulator_bytes, arguments, bits, by_axis, ceil, divider, shown_once_along, side_numbers
 from pycuda_conv.engines.layout import border_planes
 from pycuda_conv.engines.schedule import INPUT, RESIDUAL, RESULT
 from pycuda_conv.engines.struct import kernel_struct
@@ -43,13 +43,10 @@ def _args(
     """The arguments of a launch for images of this `size`, and elements of the array that it writes."""
     wide = tuple(b + n + a for b, n, a in zip(before, size, after, strict=True))
     written = outer * math.prod(size if fold else wide) * inner
-    numbers: dict[str, int] = {}
+    numbers = side_numbers(size, border)
     near = wide[2] * inner >= EACH[dtype]
     for axis, n, words, *paddings in zip("dhw", size, border, before, after, strict=True):
         for prefix, word, padding in zip(("", "last_"), words, paddings, strict=True):
-            side = borders.side(word, n)
-            numbers |= {f"{prefix}{name}_{axis}": value for name, value in side._asdict().items()}
-            numbers[f"by_{prefix}period_{axis}"] = divider(side.period)
             start, step, reach = borders.near(word, n, bool(prefix))
             numbers |= {f"{prefix}near_{axis}": start, f"{prefix}step_{axis}": step}
             near = near and padding <= reach
@@ -59,9 +56,8 @@ def _args(
     outside = rim[0] * size[1] * size[2] + (size[0] - rim[0]) * of_slice
     if rims:
         written = outer * outside * inner
-    numbers |= {"rims": outside if rims else 0, "by_of_slice": divider(of_slice), "by_w": divider(size[2])}
-    numbers |= {"by_rim_w": divider(rim[2]), **by_axis("rim_", rim), **by_axis("box_", [first for first, _ in boxes])}
-    numbers |= by_axis("inside_", [inside for _, inside in boxes])
+    numbers |= {"rims": outside if rims else 0, "of_slice": of_slice, **by_axis("rim_", rim)}
+    numbers |= by_axis("box_", [first for first, _ in boxes]) | by_axis("inside_", [inside for _, inside in boxes])
     numbers |= {"near": int(near), "whole": int(inner % EACH[dtype] == 0 and not others["type"])} | _OF_OTHERS | others
     sizes = {"inner": inner, "line": (size if fold else wide)[2] * inner, **by_axis("", size), **by_axis("wide_", wide)}
     prepared = {f"by_{name}": 0 if big else divider(sizes[name]) for name in ("inner", "line", "d", "h", "wide_d", "wide_h")}

@@ -205,12 +205,12 @@ def _of_filter(problem: ConvProblem, filter_last: bool) -> KernelLaunch:
     of_x, of_dy = ((1, channels) if last else (plane, 1) for channels, plane in ((c * problem.groups, h * w), (k, p * q)))
     blocks_k = ceil(k, lanes)
     args = arguments(
-        RimsFilterArguments, images=images, k=k, c=c, k_group=k // problem.groups, blocks_k=blocks_k, h=h, w=w, p=p, q=q,
-        **by_axis("", problem.output_size[1:], "rs"), taps=taps, x_image=c * problem.groups * h * w, x_channel=of_x[0], x_pixel=of_x[1],
-        dy_image=k * p * q, dy_channel=of_dy[0], dy_pixel=of_dy[1], dw_k=c * taps, dw_c=1 if filter_last else taps,
-        dw_tap=c if filter_last else 1, **by_axis("pad_", problem.padding_before[1:], "hw"),
-        **by_axis("stride_", problem.dilation[1:], "hw"), **by_axis("dilation_", problem.stride[1:], "hw"),
-        **{name: value for name, value in (near_sides(problem) or {}).items() if not name.endswith("d")},
+        RimsFilterArguments, near_sides(problem) or {}, images=images, k=k, c=c, k_group=k // problem.groups, blocks_k=blocks_k,
+        h=h, w=w, p=p, q=q, **by_axis("", problem.output_size[1:], "rs"), taps=taps,
+        x_image=c * problem.groups * h * w, x_channel=of_x[0], x_pixel=of_x[1], dy_image=k * p * q, dy_channel=of_dy[0],
+        dy_pixel=of_dy[1], dw_k=c * taps, dw_c=1 if filter_last else taps, dw_tap=c if filter_last else 1,
+        **by_axis("pad_", problem.padding_before[1:], "hw"), **by_axis("stride_", problem.dilation[1:], "hw"),
+        **by_axis("dilation_", problem.stride[1:], "hw"),
     )  # fmt: skip
     defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(needs_64_bits(problem)), "THREADS": threads, "LANES": lanes}
     buffers = INPUT, WEIGHT, RESULT

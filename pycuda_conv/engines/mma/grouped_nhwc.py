@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 from pycuda_conv.engines.addressing import MOST_PIXELS
 from pycuda_conv.engines.base import Config, ConvProblem, Device, KernelLaunch, VariantSet, kernel_struct
-from pycuda_conv.engines.channel_units import MOST_STEPS, STEP, chunks_read, cut, pitch, worth_it
+from pycuda_conv.engines.channel_units import COLUMNS, MOST_STEPS, STEP, chunks_read, cut, pitch, widths, worth_it
 from pycuda_conv.engines.costs import costs, spread, together
-from pycuda_conv.engines.geometry import Phase, arguments, batches, ceil, phases, row_major, too_many_phases
+from pycuda_conv.engines.geometry import Phase, PhaseAxis, arguments, batches, ceil, phases, row_major, too_many_phases
 from pycuda_conv.engines.limits import AMPERE, TWO_AXES, Takes, Tiles
 from pycuda_conv.engines.schedule import OPERANDS, Schedule, finish_constants
 from pycuda_conv.engines.tensor_cores import ELEMENTS, SHARED_BYTES, product_rate, why_not_one_product
@@ -26,7 +26,6 @@ THREADS = 256
 BLOCKS = 2   # that share a multiprocessor
 COUNTS = (1, 2, 4, 8)  # units of a block
 ROWS = 4     # of the result, whose sums a warp has
-COLUMNS = 16
 UNROLLED = 3  # rows of a filter that can share loads
 PHASES = 4   # phases of a launch, if there are more than one
 
@@ -72,26 +71,14 @@ def _unit_blocks(problem: ConvProblem, config: GroupedNhwc) -> int:
     return ceil(units.total, config.UNITS)
 
 
-class _Axis(NamedTuple):
-    """One axis of a phase: pixel j reads j * stride + low + i * dilation by tap i, which is tap base + i * step of the filter."""
-
-    size: int
-    taps: int
-    stride: int
-    low: int
-    dilation: int
-    base: int
-    step: int
-
-
 class _PhaseView(NamedTuple):
     """A phase as the kernel sees it, of `images` images; an image's rows may be those of several."""
 
     phase: Phase
     images: int
     operand: tuple[int, int]
-    down: _Axis
-    right: _Axis
+    down: PhaseAxis
+    right: PhaseAxis
 
 
 @lru_cache(maxsize=64)  # the planner asks for them once a configuration
@@ -101,7 +88,7 @@ def _views(problem: ConvProblem) -> tuple[_PhaseView, ...]:
 
 
 def _view(problem: ConvProblem, phase: Phase) -> _PhaseView:
-    down, right = (_axis(phase, axis) for axis in (1, 2))
+    down, right = phase.along(1), phase.along(2)
     _, height, width = problem.operand_size
     images = problem.N
     if down.size == height == problem.result_size[1] and (down.taps, down.stride, down.low) == (1, 1, 0):
@@ -109,15 +96,6 @@ def _view(problem: ConvProblem, phase: Phase) -> _PhaseView:
         step_d, _, step_w = phase.step
         images, height, down, phase = 1, images * height, down._replace(size=images * height), replace(phase, step=(step_d, 1, step_w))
     return _PhaseView(phase, images, (height, width), down, right)
-
-
-def _axis(phase: Phase, axis: int) -> _Axis:
-    taps, dilation, every = phase.taps[axis], phase.dilation[axis], phase.every[axis]
-    low, base = -phase.pad[axis], phase.first[axis]
-    if dilation < 0:
-        back = max(taps - 1, 0)
-        low, base, dilation, every = low + back * dilation, base + back * every, -dilation, -every
-    return _Axis(phase.size[axis], taps, phase.stride[axis], low, dilation, base, every)
 
 
 def _phase_count(problem: ConvProblem) -> int:
@@ -237,7 +215,7 @@ def variants(device: Device) -> Iterator[VariantSet]:
     yield VariantSet("grouped_nhwc", choices, lambda d: d["PHASES"] == 1 if d["TAPS_R"] == UNROLLED else d["STRIDE_H"] == 1)
 
 
-HEIGHTS, WIDEST, IMAGES = (4, 8, 12, 16), 64, (2, 4, 7, 8)  # rows, most columns of an image, and images of tiles
+HEIGHTS = (4, 8, 12, 16)  # rows of tiles
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[GroupedNhwc]:
@@ -248,9 +226,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[GroupedNhwc]:
     view = max(_views(problem), key=lambda one: one.down.taps * one.right.taps)
     p, q = view.down.size, view.right.size
     heights = sorted({ceil(ceil(p, ceil(p, rows)), ROWS) * ROWS for rows in HEIGHTS})
-    widths = [(1, columns) for columns in sorted({ceil(q, parts) for parts in range(1, 1 + ceil(q, COLUMNS))}) if columns <= WIDEST]
-    widths += [(images, q) for images in IMAGES if images <= view.images and images * q <= 2 * WIDEST]
-    for count, rows, (images, columns) in product(COUNTS, heights, widths):
+    for count, rows, (images, columns) in product(COUNTS, heights, widths(q, view.images)):
         config = GroupedNhwc(count, images, rows, columns)
         if (count == 1 or count < 2 * units.total) and LEGAL.refusal(problem, config) is None:
             yield config

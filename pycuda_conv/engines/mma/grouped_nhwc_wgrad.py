@@ -11,7 +11,7 @@ from typing import Any
 from pycuda_conv.engines import split_sum
 from pycuda_conv.engines.addressing import MOST_PIXELS
 from pycuda_conv.engines.base import FLAG, Config, ConvProblem, Device, KernelLaunch, VariantSet, kernel_struct
-from pycuda_conv.engines.channel_units import MOST_STEPS, STEP, chunks_read, chunks_written, cut, pitch, worth_it
+from pycuda_conv.engines.channel_units import COLUMNS, MOST_STEPS, STEP, chunks_read, chunks_written, cut, pitch, widths, worth_it
 from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.geometry import arguments, ceil, even_parts, forward_of
 from pycuda_conv.engines.limits import AMPERE, HALVES, NOT_EMPTY, TWO_AXES, Takes, Tiles
@@ -21,7 +21,6 @@ from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF, SHARED_BYTE
 THREADS, WARPS = 256, 8
 BLOCKS = 2   # that share a multiprocessor
 COUNTS = (1, 2, 4, 8)  # units of a block
-COLUMNS = 16
 TAPS = (1, 9)  # of a block
 ZEROS = 32  # bytes that stand for missing pixels
 
@@ -147,19 +146,16 @@ def variants(device: Device) -> Iterator[VariantSet]:
     yield VariantSet("grouped_nhwc_wgrad", {"TYPE": (HALF, BFLOAT), "TAPS": TAPS, "WHOLE": FLAG})
 
 
-HEIGHTS, WIDEST, IMAGES = (2, 4, 8), 64, (2, 4, 7, 8)  # rows, most columns of an image, and images of tiles
+HEIGHTS = (2, 4, 8)  # rows of tiles
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[GroupedWgrad]:
     """The configurations worth comparing for `problem`: tiles that cut rows and columns evenly, and as many parts as fill the GPU."""
     forward, units, (_, p, q) = forward_of(problem), _units(problem), problem.filter_size
-    images = forward.N
     if not worth_it(units, forward.groups) or (forward.groups == 1 and forward.stride != (1, 1, 1)):
         return
     heights = sorted({ceil(p, ceil(p, rows)) for rows in HEIGHTS})
-    widths = [(1, columns) for columns in sorted({ceil(q, parts) for parts in range(1, 1 + ceil(q, COLUMNS))}) if columns <= WIDEST]
-    widths += [(count, q) for count in IMAGES if count <= images and count * q <= 2 * WIDEST]
-    for count, rows, (together, columns) in product(COUNTS, heights, widths):
+    for count, rows, (together, columns) in product(COUNTS, heights, widths(q, forward.N)):
         config = GroupedWgrad(count, together, rows, columns)
         if (count == 1 or count < 2 * units.total) and LEGAL.refusal(problem, config) is None:
             tiles, filling = _tiles(problem, config), max(BLOCKS * device.multiprocessors // math.prod(_blocks(problem, config)), 1)
