@@ -106,7 +106,6 @@ def _launch(problem: ConvProblem, columns: BufferSlice, filter_last: bool) -> Ke
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
-    """A text for each type and each number of channels."""
     types = tuple(DTYPE_CODES.values())
     yield VariantSet("columns_add", {"DTYPE": types, "INDEX_64": (0,), "THREADS": (THREADS,), "CHANNELS": CHANNELS})
 

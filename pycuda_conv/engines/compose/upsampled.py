@@ -8,14 +8,15 @@ filter: a bound plan keeps them. Not folded, the image is enlarged (``cu/layout/
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 from pycuda_conv.engines import registry
-from pycuda_conv.engines.base import Config, ConvProblem, Device, KernelLaunch, VariantSet
+from pycuda_conv.engines.base import Config, ConvProblem, Device, KernelLaunch
 from pycuda_conv.engines.compose.delegate import Around, Delegating, delegate_of, moved, parsed
 from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.layout import border_copy, enlarge
+from pycuda_conv.engines.layout.enlarge import MOST_VARIANTS, variants
 from pycuda_conv.engines.limits import Takes, Tiles
 from pycuda_conv.engines.schedule import INPUT, PACKED, WEIGHT, WORKSPACE, Arena, Buffer, Schedule
 
@@ -25,7 +26,8 @@ class Upsampled(Delegating):
     """The configuration for what is left when the filter is folded, or the image enlarged, as text."""
 
 
-CONFIGS, LAYOUTS, TENSOR_CORES, MOST_VARIANTS = (Upsampled,), ("NCHW", "NHWC"), True, enlarge.MOST_VARIANTS
+__all__ = ["MOST_VARIANTS", "variants"]  # with what stands here: the engine
+CONFIGS, LAYOUTS, TENSOR_CORES = (Upsampled,), ("NCHW", "NHWC"), True
 COST = costs("compose.upsampled")
 
 
@@ -108,11 +110,6 @@ def filter_key(problem: ConvProblem, config: Upsampled) -> Hashable:
         return key
     folding = problem.upsample, problem.empty_taps, problem.groups, problem.K, problem.C, problem.filter_size, problem.dtype
     return config.DELEGATE, key, folding
-
-
-def variants(device: Device) -> Iterator[VariantSet]:
-    """Those of both kernels."""
-    yield from enlarge.variants()
 
 
 def _overhead_us(problem: ConvProblem, delegate: Config, device: Device) -> float:

@@ -178,7 +178,6 @@ def choose(problem: ConvProblem, device: Device) -> tuple[float, Config] | None:
 
 
 def border_time(source: ConvProblem, config: Config) -> float:
-    """Microseconds that rings take longer for an image with a border."""
     return float(COST.BORDERED_RING * math.prod(source.input_shape))
 
 

@@ -187,7 +187,6 @@ def adds_border(source: ConvProblem, problem: ConvProblem, config: DepthwiseToep
 def schedule(
     problem: ConvProblem, config: DepthwiseToeplitz, device: Device, with_moments: bool = False, source: ConvProblem | None = None
 ) -> Schedule:
-    """The launch of `config`, which can run `problem`; it notes no moments. With `source` it reads its image."""
     problem = source or problem
     (_, h, w), (pad_h, pad_w) = problem.operand_size, _padding(problem)
     # the last column that a forward convolution reads, which may lie outside
@@ -213,7 +212,6 @@ def schedule(
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
-    """One text per type, stride, and number of steps that a row of the filter reaches."""
     for stride, steps in STEPS.items():
         choices = {"TYPE": (HALF, BFLOAT), "STRIDE": (stride,), "STEPS": steps, "LAST": FLAG}
         yield VariantSet("depthwise_toeplitz", choices | {"GRAD": (0,)})

@@ -110,7 +110,6 @@ def _has_place(problem: ConvProblem, config: Config) -> bool:
 
 
 def _grid(problem: ConvProblem, config: Config) -> int:
-    """Blocks of the launch."""
     planes, pixels, (_, p, q) = problem.N * problem.K, result_pixels(problem), problem.result_size
     if isinstance(config, Single):
         return planes * ceil(p * q, config.THREADS)
@@ -136,7 +135,6 @@ _ALONE = (
 
 
 def _shared(problem: ConvProblem, config: Any) -> int:
-    """Bytes of shared memory of a block."""
     taps = math.prod(problem.filter_size)
     of_block = config.BLOCK_K * config.BLOCK_C * taps if isinstance(config, Batched | Dgrad) else taps
     return accumulator_bytes(problem) * (_tile_room(problem, config) if isinstance(config, Tile) else of_block)
@@ -177,7 +175,6 @@ _SIZES = {
 
 
 def _constants(problem: ConvProblem, args: Any) -> dict[str, int]:
-    """The constants of a layer."""
     return layer_constants(problem, args, _SIZES[type(args)])
 
 
@@ -190,7 +187,6 @@ BORDERED_TAP = 0.8e-6  # microseconds that a product of ``direct/wgrad.cu`` take
 
 
 def border_time(source: ConvProblem, config: Config) -> float:
-    """Microseconds that reading a border takes beside the time of the wider image's."""
     return BORDERED_TAP * source.macs
 
 

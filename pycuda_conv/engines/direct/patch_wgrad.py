@@ -52,7 +52,6 @@ def _pixels(problem: ConvProblem) -> int:
 
 
 def _grid(problem: ConvProblem, config: PatchWgrad) -> int:
-    """Blocks of the launch."""
     m_tiles = ceil(problem.K // max(problem.groups, 1), config.BLOCK_M)
     return m_tiles * ceil(_columns(problem), config.BLOCK_N) * problem.groups * config.SLICES
 

@@ -44,7 +44,6 @@ ACCURACY = {"float16": 2.0**-24, "bfloat16": 2.0**-24, "float32": 2.0**-24, "flo
 
 
 def unsupported(device: Device) -> str | None:
-    """Why there is no library for `device`, or None."""
     there = device.backend == "opencl" or bool(getattr(device, "transforms", ""))  # a host has numpy's
     return None if there else f"no library of Fourier transforms serves {device.name}"
 
@@ -197,7 +196,6 @@ LEGAL = Tiles(TAKES, LibraryFft, _too_large, blocks=lambda problem, _: ceil(math
 
 
 def time(problem: ConvProblem, config: LibraryFft, device: Device) -> float:
-    """Microseconds that it should take."""
     args = transforms(problem)
     filters, planes = args.groups * args.written * args.read, args.images * args.groups * (args.read + args.written)
     products, blocks, runs = _products(problem, args.read, args.written), math.prod(args.blocks), 1 + args.magnitudes

@@ -225,7 +225,6 @@ def adds_border(source: ConvProblem, problem: ConvProblem, config: DenseNhwc) ->
 
 
 def border_time(source: ConvProblem, config: DenseNhwc) -> float:
-    """Microseconds that the sides of a result take beside the time of the wider image's."""
     found = regions(source) or ()
     sides = sum(ceil(source.N * math.prod(one.addressing.phase.size), config.BLOCK_M) for one in found if not one.interior)
     tiles, more = sides * ceil(source.result_channels, config.BLOCK_N), ceil(len(found), REGIONS[-1]) - 1
@@ -235,7 +234,6 @@ def border_time(source: ConvProblem, config: DenseNhwc) -> float:
 def schedule(
     problem: ConvProblem, config: DenseNhwc, device: Device, with_moments: bool = False, source: ConvProblem | None = None
 ) -> Schedule:
-    """The launches of `config`, which can run `problem`; `with_moments` of its result, if they can."""
     multiprocessors, taps = device.multiprocessors, math.prod(problem.filter_size)
     scratch = Arena(WORKSPACE)
     layout = MomentsLayout(_moments(problem, config) if with_moments else None, scratch, multiprocessors)

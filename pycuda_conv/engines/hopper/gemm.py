@@ -62,14 +62,12 @@ GemmPhase = kernel_struct("gemm_tiles.cuh", "GemmPhase")
 
 
 def adds_border(source: ConvProblem, problem: ConvProblem, config: ImplicitGemm) -> bool:
-    """Whether :func:`schedule` takes the image of `source`, whose border packing writes, for the wider one of `problem`."""
     return packing.adds_border(source, problem, windows=True)
 
 
 def schedule(
     problem: ConvProblem, config: ImplicitGemm, device: Device, with_moments: bool = False, source: ConvProblem | None = None
 ) -> Schedule:
-    """The launches of `config`, which can run `problem`; they note moments if they can. Packing writes the border of `source`."""
     multiprocessors = device.multiprocessors
     made = _schedule(problem, config, multiprocessors, with_moments, source=source)
     if reads_filter(problem):

@@ -142,14 +142,12 @@ def form(problem: ConvProblem) -> tuple[PackedLayout, tuple[PhaseAddressing, ...
 
 
 def _no_twin(problem: ConvProblem, config: ImplicitGemm) -> str | None:
-    """Why blocks can't have one consumer, or None if they can."""
     if config.BLOCK_M != 64 or config.SPLIT > 1 or problem.layout != "NCHW" or not defines_of(problem)["DENSE"]:
         return "a single consumer takes 64 rows, of whole sums in planes that are contiguous"
     return None
 
 
 def _no_pingpong(problem: ConvProblem, config: ImplicitGemm) -> str | None:
-    """Why consumers can't alternate tiles, or None if they can."""
     if products(problem) == 3 or config.BLOCK_M != 128 or paired(problem):
         return "consumers alternate tiles if these have 128 rows, of one product, and columns of one phase"
     most = 128 if problem.has_residual and config.SPLIT == 1 else 192

@@ -156,7 +156,6 @@ def _busy(boxes: int, across: int, multiprocessors: int, one_product: bool) -> i
 
 
 def schedule(problem: ConvProblem, config: Pointwise, device: Device, with_moments: bool = False) -> Schedule:
-    """The launches of `config`, which can run `problem`. With `with_moments` they also compute the result's moments, if they can."""
     multiprocessors = device.multiprocessors
     scratch, kept = Arena(WORKSPACE), Arena(PACKED)
     layout = MomentsLayout(_moments(problem, config) if with_moments else None, scratch, multiprocessors)

@@ -120,14 +120,12 @@ LEGAL = Tiles(TAKES, WgradNhwc, _fits, blocks=_most_blocks)
 
 
 def adds_border(source: ConvProblem, problem: ConvProblem, config: WgradNhwc) -> bool:
-    """Whether :func:`schedule` takes the image of `source`, which has a border, for the wider one of `problem`."""
     if config.FLIPPED or in_planes(problem) or form.fold_level(problem) or TAKES.why_not(problem):
         return False
     return not any(array == INPUT for array, _ in channel_copies(problem)) and regions(source) is not None
 
 
 def border_time(source: ConvProblem, config: WgradNhwc) -> float:
-    """Microseconds that regions take beside the time of the wider image."""
     return float(COST.REGIONS_TIME)
 
 

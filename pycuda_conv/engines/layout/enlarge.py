@@ -10,7 +10,7 @@ from pycuda_conv.engines.schedule import INPUT, WEIGHT
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
-from pycuda_conv.runtime.base import BufferSlice, KernelLaunch
+from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch
 
 THREADS = 256
 MOST_VARIANTS = {"cuda": 9, "opencl": 9}  # texts, as an engine says it
@@ -65,7 +65,7 @@ def sum_taps(problem: ConvProblem, given_last: bool, last: bool, to: BufferSlice
     return KernelLaunch("sum_taps", defines, tiles * tiles_k * problem.groups, THREADS, (WEIGHT, to), (), arguments=args)
 
 
-def variants() -> Iterator[VariantSet]:
+def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each size of words, and for each type of filters."""
     yield VariantSet("upsampled", {"DTYPE": (DTYPE_CODES["float32"],), "BYTES": WORDS, "INDEX_64": FLAG, "THREADS": (THREADS,)})
     yield VariantSet("sum_taps", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "THREADS": (THREADS,)})

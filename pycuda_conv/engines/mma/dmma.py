@@ -275,7 +275,6 @@ def _merges(problem: ConvProblem) -> bool:
 def _product(
     problem: ConvProblem, config: Dmma, form: _Form, part: _Part, weight: Buffer, packed: bool, target: Buffer, device: Device
 ) -> KernelLaunch:
-    """The launch of a part."""
     tile = _tile(problem, config)
     assert tile is not None, "refused"
     defines, args = _defines(config, tile, form, device), _arguments(problem, config, form, part, packed)

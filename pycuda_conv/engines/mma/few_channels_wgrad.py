@@ -100,7 +100,6 @@ def _tiles(problem: ConvProblem, config: FewChannelsWgrad) -> int:
 
 
 def _columns(roles: _Roles) -> int:
-    """Columns of the product."""
     return roles.down.taps * roles.right.taps * roles.thin
 
 

@@ -84,7 +84,6 @@ def _tile(problem: ConvProblem, config: FewInputs) -> Any:
 
 
 def _channels(problem: ConvProblem) -> int:
-    """Input channels of a group."""
     return problem.operand_channels // problem.groups
 
 
@@ -134,7 +133,6 @@ LEGAL = Tiles(
 
 
 def border_time(source: ConvProblem, config: FewInputs) -> float:
-    """Microseconds that reading a border takes beside the time of the wider image's."""
     return float(COST.BORDERED * source.N * math.prod(source.input_size))
 
 
@@ -158,7 +156,6 @@ def _of_zeros(source: ConvProblem) -> ConvProblem:
 def schedule(
     problem: ConvProblem, config: FewInputs, device: Device, with_moments: bool = False, source: ConvProblem | None = None
 ) -> Schedule:
-    """The launches of `config`, which can run `problem`; they note no moments. With `source` they read its image."""
     sides, seen = (near_sides(source), _of_zeros(source)) if source else (None, problem)
     return Schedule.reading(problem, lambda strides: [[_launch(seen, config, device, strides, sides)]])
 

@@ -127,7 +127,6 @@ def _tile(problem: ConvProblem, config: FewPixels) -> Any:
 def _phase(
     problem: ConvProblem, config: FewPixels, phase: Phase, at: _Positions, slot: _Slot, pitch: int, ring_at: int
 ) -> Any:
-    """The kernel's arguments of a phase."""
     (_, size_h, size_w), (_, r, s), down, right = phase.size, phase.taps, phase.along(1), phase.along(2)
     filter_s, w_taps = problem.filter_size[2], math.prod(problem.filter_size)
     units, tiles_m = ceil(problem.operand_channels * problem.itemsize, UNIT_BYTES), ceil(problem.result_channels, config.BLOCK_M)

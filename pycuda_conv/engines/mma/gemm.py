@@ -101,14 +101,12 @@ LEGAL = Tiles(
 
 
 def adds_border(source: ConvProblem, problem: ConvProblem, config: ImplicitGemm80) -> bool:
-    """Whether :func:`schedule` takes the image of `source`, whose border packing writes, for the wider one of `problem`."""
     return packing.adds_border(source, problem, windows=False)
 
 
 def schedule(
     problem: ConvProblem, config: ImplicitGemm80, device: Device, with_moments: bool = False, source: ConvProblem | None = None
 ) -> Schedule:
-    """The launches of `config`, which can run `problem`; they note no moments. Packing writes the border of `source`."""
     multiprocessors = device.multiprocessors
 
     def products(
@@ -128,7 +126,6 @@ def _product(
     problem: ConvProblem, config: ImplicitGemm80, packed: PackedLayout, addressing: PhaseAddressing, buffers: tuple[BufferSlice, ...],
     x_tiles: int,
 ) -> KernelLaunch:
-    """The launch of one phase."""
     phase, rows, chunks = addressing.phase, problem.result_channels, packed.group // 8
     blocks, _, channel_blocks = filter_sizes(problem, packed)
     tiles_m, tiles_pixels = _tiles(problem, config, addressing)

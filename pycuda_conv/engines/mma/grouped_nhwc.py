@@ -99,7 +99,6 @@ def _view(problem: ConvProblem, phase: Phase) -> _PhaseView:
 
 
 def _phase_count(problem: ConvProblem) -> int:
-    """Phases of a launch."""
     return 1 if len(_views(problem)) == 1 else PHASES
 
 
@@ -158,7 +157,6 @@ def schedule(problem: ConvProblem, config: GroupedNhwc, device: Device, with_mom
 
 
 def _launches(problem: ConvProblem) -> Iterator[Sequence[_PhaseView]]:
-    """The phases of each launch."""
     return batches(_views(problem), _phase_count(problem))
 
 

@@ -48,7 +48,6 @@ def _units(problem: ConvProblem) -> Any:
 
 
 def _taps(problem: ConvProblem) -> int:
-    """Taps of a block."""
     return TAPS[math.prod(problem.output_size) > 1]
 
 
