@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
 
-from pycuda_conv.engines.base import FLAG, VariantSet, kernel_struct
+from pycuda_conv.engines.base import VariantSet, kernel_struct
 from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.geometry import accumulator_bytes, arguments, ceil
 from pycuda_conv.engines.schedule import FINISH, RESULT, WORKSPACE, Schedule
-from pycuda_conv.problem import DTYPE_CODES, ConvProblem
+from pycuda_conv.engines.variants import portable, portable_choices
+from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch
 
 SPLITS, MORE_SPLITS = (1, 2, 3, 4, 6, 8), (12, 16, 24, 32, 48, 64, 96, 128)
@@ -33,7 +34,7 @@ def reduce_launch(problem: ConvProblem, split: int, parts: BufferSlice) -> Kerne
     """The launch that adds the `parts` of a split sum in a fixed order, and finishes it: ``direct/reduce.cu``."""
     size = math.prod(problem.result_shape)
     plane, channels = 1 if problem.layout == "NHWC" else math.prod(problem.result_size), problem.result_channels
-    defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(split * size >= 2**31), "THREADS": THREADS}
+    defines = portable(problem.dtype, split * size >= 2**31, THREADS)
     lanes = _lanes(split)
     width, run = THREADS // lanes, ceil(split, lanes)
     args = arguments(ReduceArguments, problem, split=split, width=width.bit_length() - 1, run=run, plane=plane, channels=channels)
@@ -74,7 +75,7 @@ def _lanes(split: int) -> int:
 
 def variants(device: Device) -> Iterator[VariantSet]:
     """A text of direct/reduce.cu for each type."""
-    yield VariantSet("direct_reduce", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "THREADS": (THREADS,)})
+    yield VariantSet("direct_reduce", portable_choices(THREADS))
 
 
 def time(problem: ConvProblem, split: int, device: Device, rounds: bool = True) -> float:

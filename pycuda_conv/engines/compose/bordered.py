@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pycuda_conv.engines import registry
-from pycuda_conv.engines.base import LAST_RESORT, Config, ConvProblem, Device, KernelLaunch
-from pycuda_conv.engines.compose.delegate import Around, Delegating, delegate_of, moved, parsed
+from pycuda_conv.engines.base import LAST_RESORT, Config, ConvProblem, Device
+from pycuda_conv.engines.compose.delegate import Around, Delegating, delegate_of, parsed, wrapped
 from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.layout import border_copy
 from pycuda_conv.engines.layout.border_copy import MOST_VARIANTS, variants
@@ -92,13 +92,7 @@ def schedule(problem: ConvProblem, config: Bordered, device: Device, with_moment
     if problem.result_dtype:
         last.append(border_copy.round_to(problem, exact))
     places[WORKSPACE] = scratch.take(made.workspace_bytes)
-
-    def around(steps: list[list[KernelLaunch]]) -> list[list[KernelLaunch]]:
-        return [*([launch] for launch in first), *moved(steps, places), *([launch] for launch in last)]
-
-    redoes, last_form = made.redoes and RESULT not in places, made.filter_last and around(made.filter_last)
-    steps, whole = around(made.steps), around(made.whole)
-    return Schedule(moved(made.prepare, places), steps, whole, scratch.used, made.filter_bytes, redoes, filter_last=last_form)
+    return replace(wrapped(made, places, scratch.used, first, last), redoes=made.redoes and RESULT not in places)
 
 
 def sum_order(problem: ConvProblem, config: Bordered) -> Hashable:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from pycuda_conv.engines import registry
 from pycuda_conv.engines.base import LAST_RESORT, Config, ConvProblem, Engine, fastest
-from pycuda_conv.engines.schedule import Buffer, placed
+from pycuda_conv.engines.schedule import Buffer, Schedule, placed
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch, TensorMap
 
 
@@ -135,6 +135,24 @@ class AroundOthers(Around):
             if one is not None and us is not None:
                 found.append((us + self.beside(problem, one[1], device), self.kind(problem)(str(one[1]))))
         return fastest(found)
+
+
+def wrapped(
+    made: Schedule, places: Mapping[Buffer, tuple[int, int]], used: int, first: Sequence[KernelLaunch] = (),
+    last: Sequence[KernelLaunch] = (),
+) -> Schedule:
+    """The launches of `made` with some buffers at other `places`, behind the `first` and before the `last` ones, one after the other.
+
+    All together have `used` bytes of workspace.
+    """
+
+    def around(steps: list[list[KernelLaunch]]) -> list[list[KernelLaunch]]:
+        return [*([one] for one in first), *moved(steps, places), *([one] for one in last)]
+
+    return replace(
+        made, prepare=moved(made.prepare, places), steps=around(made.steps), whole=around(made.whole), workspace_bytes=used, moments=None,
+        filter_last=made.filter_last and around(made.filter_last),
+    )  # fmt: skip
 
 
 def moved(steps: list[list[KernelLaunch]], places: Mapping[Buffer, tuple[int, int]]) -> list[list[KernelLaunch]]:

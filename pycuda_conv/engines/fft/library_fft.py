@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 
-from pycuda_conv.engines.base import BY_RULE, FLAG, Config, VariantSet, kernel_struct
+from pycuda_conv.engines.base import BY_RULE, Config, VariantSet, kernel_struct
 from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_strides, needs_64_bits
 from pycuda_conv.engines.limits import NOT_EMPTY, Takes, Tiles
 from pycuda_conv.engines.schedule import INPUT, OPERANDS, WEIGHT, WORKSPACE, Arena, Schedule
-from pycuda_conv.problem import DTYPE_CODES, ConvProblem
+from pycuda_conv.engines.variants import portable, portable_choices
+from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, LibraryCall
 from pycuda_conv.runtime.transforms import Transforms, good_length
 from pycuda_conv.runtime.transforms.host import host_library
@@ -177,13 +178,13 @@ def _finish(problem: ConvProblem, args: Transforms, sums: int, limits: int) -> K
         **by_axis("first_", firsts), **by_axis("tap_", tap), **by_axis("apart_", apart), channels=args.read, w_group=w_group,
         w_written=w_written, w_read=w_read,
     )  # fmt: skip
-    defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(needs_64_bits(problem)), "THREADS": THREADS}
+    defines = portable(problem.dtype, needs_64_bits(problem), THREADS)
     buffers = *OPERANDS, WORKSPACE
     return KernelLaunch("library_fft", defines, ceil(size, THREADS), THREADS, buffers, (), arguments=finish_args)
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
-    yield VariantSet("library_fft", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "THREADS": (THREADS,)})
+    yield VariantSet("library_fft", portable_choices(THREADS))
 
 
 def _too_large(problem: ConvProblem, config: LibraryFft) -> str | None:

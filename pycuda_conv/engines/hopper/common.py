@@ -50,8 +50,7 @@ def image_map(
     channels, wide, kind = problem.operand_channels, unpacked.load * row // ROW, kind or map_type(problem)
     pixel = problem.itemsize * channels  # bytes
     if addressing.flat:
-        count = problem.N * math.prod(unpacked.size)
-        return TensorMap(buffer, start, (channels, count, 1), (pixel, pixel * count), (wide, pixels, 1), row, kind)
+        return tight_map(place, (channels, problem.N * math.prod(unpacked.size), 1), (wide, pixels, 1), kind, row)
     inner = range(2, 2 - addressing.spatial_dims, -1)  # W first
     axes = [unpacked.size[i] for i in inner]
     if box:  # it has rows in any case
@@ -63,6 +62,14 @@ def image_map(
     first, axes = (part[0], [part[1][i] for i in inner]) if part else ((0, 0, 0), axes)
     offset = start + pixel * sum(n * step for n, step in zip(first, row_major(unpacked.size), strict=True))
     return TensorMap(buffer, offset, (channels, *axes, problem.N), strides, im2col(addressing, axes, wide, pixels), row, kind)
+
+
+def tight_map(
+    place: BufferSlice, sizes: tuple[int, int, int], box: tuple[int, int, int], kind: str, row: int = ROW
+) -> TensorMap:
+    """The map of an array without gaps, of `sizes` from the innermost axis on: a load fetches a `box`, whose rows have `row` bytes."""
+    pitch = sizes[0] * (2 if kind.endswith("16") else 4)
+    return TensorMap(*placed(place), sizes, (pitch, pitch * sizes[1]), box, row, kind)
 
 
 def im2col(addressing: PhaseAddressing, axes: Sequence[int], wide: int, pixels: int) -> Im2col:

@@ -44,6 +44,7 @@ from pycuda_conv.engines.hopper.common import (
     read_bytes,
     stage_channels,
     store_mode,
+    tight_map,
     written_bytes,
 )
 from pycuda_conv.engines.hopper.common import COST as HOPPER_COST
@@ -64,7 +65,6 @@ from pycuda_conv.engines.schedule import (
     Moments,
     Schedule,
     finish_constants,
-    placed,
 )
 from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, why_not_one_product
 from pycuda_conv.problem import Size3
@@ -343,7 +343,7 @@ def _filter_map(problem: ConvProblem, config: DenseNhwc, place: BufferSlice, mn_
     inner, outer = (rows, channels) if mn_major else (channels, rows)
     wide = row // size
     box = (min(stage_channels(problem), config.BLOCK_N), 1, wide) if mn_major else (wide, 1, min(config.BLOCK_N, rows))
-    return TensorMap(*placed(place), (inner, taps, outer), (size * inner, size * inner * taps), box, size * box[0], map_type(problem))
+    return tight_map(place, (inner, taps, outer), box, map_type(problem), size * box[0])
 
 
 def _blocks(problem: ConvProblem, addressing: PhaseAddressing) -> int:

@@ -12,12 +12,12 @@ from dataclasses import asdict, dataclass
 from pycuda_conv.engines.addressing import MOST_PIXELS
 from pycuda_conv.engines.base import FLAG, Config, ConvProblem, VariantSet, costs, fixed, kernel_struct
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, pixel_by_pixel
-from pycuda_conv.engines.hopper.common import CLOCK, ROW, at_once, map_type, most_shared, stage_channels
+from pycuda_conv.engines.hopper.common import CLOCK, ROW, at_once, map_type, most_shared, stage_channels, tight_map
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes, with_most_stages
 from pycuda_conv.engines.limits import HOPPER, ONE_GROUP, Takes, Tiles
 from pycuda_conv.engines.schedule import FINISH, INPUT, RESULT, WEIGHT, Schedule, finish_constants
 from pycuda_conv.engines.tensor_cores import ELEMENTS, why_not_one_product
-from pycuda_conv.runtime.base import Device, KernelLaunch, TensorMap
+from pycuda_conv.runtime.base import Device, KernelLaunch
 
 #: The tiles: (BLOCK_M, BLOCK_N) -> (CLUSTER, GROUPS) choices.
 TILES: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {
@@ -95,11 +95,8 @@ def schedule(problem: ConvProblem, config: GatheredPlanes, device: Device, with_
         wide=int(_wide(problem)), pairs=int(math.prod(problem.result_size) % 2 == 0),
     )  # fmt: skip
     first, last = problem.weight_shape[:2]
-    size, box = problem.itemsize, stage_channels(problem)
-    box_of_filter = (BLOCK, box, 1) if backward else (box, BLOCK, 1)
-    maps = () if gathers else (
-        TensorMap(WEIGHT, 0, (last, first, 1), (size * last, size * last * first), box_of_filter, ROW, map_type(problem)),
-    )  # fmt: skip
+    box = (BLOCK, stage_channels(problem), 1) if backward else (stage_channels(problem), BLOCK, 1)
+    maps = () if gathers else (tight_map(WEIGHT, (last, first, 1), box, map_type(problem)),)
     defines = asdict(config) | {"TYPE": ELEMENTS[problem.dtype], "W_TRANSPOSED": int(backward)}
     launch = KernelLaunch(
         "hopper_gathered_planes", defines, down * across * config.CLUSTER, 2 * config.BLOCK_M + 128 * config.GROUPS,

@@ -15,7 +15,7 @@ from typing import Any
 from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing, filter_sizes, row_blocks
 from pycuda_conv.engines.base import ConvProblem, kernel_struct
 from pycuda_conv.engines.geometry import arguments, ceil, finish
-from pycuda_conv.engines.hopper.common import THREADS, im2col, load_base
+from pycuda_conv.engines.hopper.common import THREADS, im2col, load_base, tight_map
 from pycuda_conv.engines.hopper.gemm_tiles import (
     KERNEL,
     PHASES,
@@ -129,7 +129,7 @@ def _filter_map(problem: ConvProblem) -> TensorMap:
     packed, _ = form(problem)
     first, last = problem.weight_shape[:2]
     taps = math.prod(problem.filter_size)
-    return TensorMap(WEIGHT, 0, (last, taps, first), (2 * last, 2 * last * taps), (packed.load, 1, 64), 2 * packed.load, problem.dtype)
+    return tight_map(WEIGHT, (last, taps, first), (packed.load, 1, 64), problem.dtype, 2 * packed.load)
 
 
 def _result_map(problem: ConvProblem, config: ImplicitGemm, place: BufferSlice) -> TensorMap:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from pycuda_conv.engines.base import FLAG, Config, ConvProblem, VariantSet, costs, fixed, kernel_struct
 from pycuda_conv.engines.geometry import arguments, ceil
-from pycuda_conv.engines.hopper.common import CLOCK, ROW, most_shared
+from pycuda_conv.engines.hopper.common import CLOCK, ROW, most_shared, tight_map
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, with_most_stages
 from pycuda_conv.engines.limits import HALVES, HOPPER, IN_32_BITS, NOT_EMPTY, ONE_GROUP, POINTWISE, Takes, Tiles
 from pycuda_conv.engines.schedule import FINISH, INPUT, RESULT, WEIGHT, Schedule, finish_constants
@@ -90,7 +90,7 @@ def schedule(problem: ConvProblem, config: Planes, device: Device, with_moments:
     args = arguments(PlanesProduct, problem, tiles=problem.N * down * across, tiles_m=down, tiles_n=across, steps=steps)
     backward = problem.direction == "dgrad"
     first, last = problem.weight_shape[:2]
-    of_filter = TensorMap(WEIGHT, 0, (last, first, 1), (2 * last, 2 * last * first), (BLOCK, BLOCK, 1), ROW, problem.dtype)
+    of_filter = tight_map(WEIGHT, (last, first, 1), (BLOCK, BLOCK, 1), problem.dtype)
     maps = _planes(problem, INPUT, problem.operand_channels), of_filter, _planes(problem, RESULT, problem.result_channels, 1)
     defines = _defines(config) | {"TYPE": ELEMENTS[problem.dtype], "W_MN_MAJOR": int(backward)}
     grid = min(args.tiles, device.multiprocessors * _blocks_per_sm(config))

@@ -15,12 +15,12 @@ from pycuda_conv.engines.addressing import PackedLayout
 from pycuda_conv.engines.base import ConvProblem, Device, Schedule, kernel_struct
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, forward_of
 from pycuda_conv.engines.hopper import wgrad_form as form
-from pycuda_conv.engines.hopper.common import ROW, image_map, load_base, map_type, stage_channels
+from pycuda_conv.engines.hopper.common import image_map, load_base, map_type, stage_channels, tight_map
 from pycuda_conv.engines.hopper.dense_borders import Region, added_regions, in_words
 from pycuda_conv.engines.hopper.wgrad_form import WgradNhwc, as_loaded, as_seen, flip, fold_level, fold_taps, group_packs, in_planes
 from pycuda_conv.engines.layout import fold_channels
 from pycuda_conv.engines.layout.fold_channels import FoldChannelsArguments, zeros_behind
-from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Arena, placed
+from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Arena
 from pycuda_conv.engines.tensor_cores import ELEMENTS, limbs
 from pycuda_conv.runtime.base import BufferSlice, KernelLaunch, TensorMap
 
@@ -198,18 +198,16 @@ def _maps(problem: ConvProblem, x: BufferSlice, dy: BufferSlice) -> tuple[dict[s
 
 def _map_of_positions(problem: ConvProblem, dy: BufferSlice) -> TensorMap:
     """The map of dy, whose positions follow one another from image to image."""
-    channels, positions, block = as_loaded(problem).K, form.position_count(problem), stage_channels(problem)
-    row = problem.itemsize * channels
-    return TensorMap(*placed(dy), (channels, positions, 1), (row, row * positions), (block, block, 1), ROW, form.tensor_map_type(problem))
+    sizes, block = (as_loaded(problem).K, form.position_count(problem), 1), stage_channels(problem)
+    return tight_map(dy, sizes, (block, block, 1), form.tensor_map_type(problem))
 
 
 def _plane_maps(problem: ConvProblem) -> tuple[dict[str, int], tuple[TensorMap, ...]]:
     """The same for NCHW arrays, whose loads step through nothing."""
     forward, block = forward_of(problem), stage_channels(problem)
     plane = math.prod(forward.output_size)
-    row = problem.itemsize * plane
     maps = tuple(
-        TensorMap(buffer, 0, (plane, channels, forward.N), (row, row * channels), (block, block, 1), ROW, map_type(problem))
+        tight_map(buffer, (plane, channels, forward.N), (block, block, 1), map_type(problem))
         for buffer, channels in ((WEIGHT, forward.K), (INPUT, forward.C))
     )
     unused = ("spatial_dims", "dilation_d", "dilation_h", "dilation_w", "load_plane", "load_pq", "load_q")

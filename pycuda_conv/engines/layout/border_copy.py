@@ -11,8 +11,8 @@ from pycuda_conv.engines.geometry import accumulator_bytes, arguments, bits, by_
 from pycuda_conv.engines.layout import border_planes
 from pycuda_conv.engines.schedule import INPUT, RESIDUAL, RESULT
 from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.variants import FLAG, VariantSet
-from pycuda_conv.problem import DTYPE_CODES, ConvProblem
+from pycuda_conv.engines.variants import VariantSet, portable, portable_choices
+from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch
 
 THREADS = 256
@@ -73,10 +73,6 @@ _OF_OTHERS = dict.fromkeys((
 ), 0)  # fmt: skip
 
 
-def _defines(dtype: str, big: bool) -> dict[str, int]:
-    return {"DTYPE": DTYPE_CODES[dtype], "INDEX_64": int(big), "THREADS": THREADS}
-
-
 def _is_big(problem: ConvProblem) -> bool:
     """Whether elements have to be counted in 64 bits."""
     return max(problem.largest_array, problem.padded.largest_array) >= 2**31 - 2**20
@@ -109,7 +105,7 @@ def _copy(dtype: str, big: bool, args: Any, written: int, source: BufferSlice, t
     rows, line = written // max(args.line, 1), args.line
     if not args.near or rows < LEAST_ROWS:
         blocks = ceil(written, EACH[dtype] * THREADS)
-        return KernelLaunch("border_copy", _defines(dtype, big), blocks, THREADS, (source, target), (), "bordered", arguments=args)
+        return KernelLaunch("border_copy", portable(dtype, big, THREADS), blocks, THREADS, (source, target), (), "bordered", arguments=args)
     vector = EACH[dtype] if args.whole else 1
     positions = line // vector
     lanes = min(LANES, key=lambda lanes: (ceil(positions, lanes) * lanes, -lanes))
@@ -123,7 +119,8 @@ def _copy(dtype: str, big: bool, args: Any, written: int, source: BufferSlice, t
         rows=rows, rows_each=each, lane_bits=lanes.bit_length() - 1, tiles=tiles, by_tiles=divider(tiles), positions=positions,
         vector=vector,
     )
-    return KernelLaunch("border_rows", _defines(dtype, big), blocks_of(each), THREADS, (source, target), (), "bordered", arguments=args)
+    defines = portable(dtype, big, THREADS)
+    return KernelLaunch("border_rows", defines, blocks_of(each), THREADS, (source, target), (), "bordered", arguments=args)
 
 
 def fold(problem: ConvProblem, wide: BufferSlice, to: BufferSlice, device: Device) -> list[KernelLaunch]:
@@ -141,7 +138,7 @@ def fold(problem: ConvProblem, wide: BufferSlice, to: BufferSlice, device: Devic
             has_residual=int(problem.has_residual), planes=outer,
         )  # fmt: skip
         blocks, buffers = ceil(written, THREADS), (wide, RESIDUAL, to)
-        return KernelLaunch("border_fold", _defines(problem.dtype, big), blocks, THREADS, buffers, (), "bordered", arguments=args)
+        return KernelLaunch("border_fold", portable(problem.dtype, big, THREADS), blocks, THREADS, buffers, (), "bordered", arguments=args)
 
     if problem.has_residual or big:
         return [launch(False)]
@@ -165,7 +162,7 @@ def round_to(problem: ConvProblem, exact: BufferSlice) -> KernelLaunch:
 def _rounding(size: int, given: str, dtype: str, source: BufferSlice, target: BufferSlice) -> KernelLaunch:
     numbers = size, TYPES[dtype]
     blocks = ceil(size, EACH[given] * THREADS)
-    return KernelLaunch("border_round", _defines(given, False), blocks, THREADS, (source, target), numbers, "bordered")
+    return KernelLaunch("border_round", portable(given, False, THREADS), blocks, THREADS, (source, target), numbers, "bordered")
 
 
 def converting(size: int, given: str, dtype: str, source: BufferSlice, target: BufferSlice) -> KernelLaunch:
@@ -173,11 +170,11 @@ def converting(size: int, given: str, dtype: str, source: BufferSlice, target: B
     big, none = size >= 2**31 - 2**20, (0, 0, 0)
     args, _ = _args(dtype, 1, (1, 1, size), 1, borders.NONE, none, none, big, False, value=0, type=TYPES[given], has_residual=0)
     blocks = ceil(size, EACH[dtype] * THREADS)
-    return KernelLaunch("border_copy", _defines(dtype, big), blocks, THREADS, (source, target), (), "bordered", arguments=args)
+    return KernelLaunch("border_copy", portable(dtype, big, THREADS), blocks, THREADS, (source, target), (), "bordered", arguments=args)
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each type."""
-    yield VariantSet("bordered", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "THREADS": (THREADS,)})
+    yield VariantSet("bordered", portable_choices(THREADS))
     if device.backend == "cuda":
         yield from border_planes.variants()

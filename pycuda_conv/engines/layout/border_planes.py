@@ -9,8 +9,8 @@ from pycuda_conv import borders
 from pycuda_conv.engines.geometry import accumulator_bytes, arguments, bits, by_axis, ceil, side_numbers
 from pycuda_conv.engines.schedule import INPUT, RESIDUAL
 from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.variants import FLAG, VariantSet
-from pycuda_conv.problem import DTYPE_CODES, ConvProblem
+from pycuda_conv.engines.variants import VariantSet, portable, portable_choices
+from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch
 
 THREADS = 256
@@ -52,11 +52,10 @@ def _launch(
         **by_axis("", narrow, "hw"), **by_axis("wide_", wide, "hw"), **by_axis("before_", before, "hw"),
         value=0 if folds else bits(problem.border_value, accumulator_bytes(problem)), has_residual=int(folds and problem.has_residual),
     )  # fmt: skip
-    defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(big), "THREADS": THREADS}
-    shared = tables + each * read * held
+    defines, shared = portable(problem.dtype, big, THREADS), tables + each * read * held
     return KernelLaunch(kernel, defines, ceil(planes, each), THREADS, buffers, (), "border_planes", shared=shared, arguments=args)
 
 
 def variants() -> Iterator[VariantSet]:
     """A text for each type."""
-    yield VariantSet("border_planes", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "THREADS": (THREADS,)})
+    yield VariantSet("border_planes", portable_choices(THREADS))

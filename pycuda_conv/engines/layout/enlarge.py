@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil
 from pycuda_conv.engines.schedule import INPUT, WEIGHT
 from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.variants import FLAG, VariantSet
+from pycuda_conv.engines.variants import VariantSet, portable, portable_choices
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch
 
@@ -61,11 +61,11 @@ def sum_taps(problem: ConvProblem, given_last: bool, last: bool, to: BufferSlice
         **dict(zip(("row_step", "channel_step", "tap_step"), steps, strict=True)),
     )  # fmt: skip
     big = problem.groups * rows * channels * max(taps, given) >= 2**31 - 2**20
-    defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(big), "THREADS": THREADS}
-    return KernelLaunch("sum_taps", defines, tiles * tiles_k * problem.groups, THREADS, (WEIGHT, to), (), arguments=args)
+    grid = tiles * tiles_k * problem.groups
+    return KernelLaunch("sum_taps", portable(problem.dtype, big, THREADS), grid, THREADS, (WEIGHT, to), (), arguments=args)
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each size of words, and for each type of filters."""
-    yield VariantSet("upsampled", {"DTYPE": (DTYPE_CODES["float32"],), "BYTES": WORDS, "INDEX_64": FLAG, "THREADS": (THREADS,)})
-    yield VariantSet("sum_taps", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "THREADS": (THREADS,)})
+    yield VariantSet("upsampled", portable_choices(THREADS) | {"DTYPE": (DTYPE_CODES["float32"],), "BYTES": WORDS})
+    yield VariantSet("sum_taps", portable_choices(THREADS))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from pycuda_conv.engines.geometry import batches, bits, ceil
 from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.variants import VariantSet
+from pycuda_conv.engines.variants import VariantSet, portable_choices
 from pycuda_conv.problem import DTYPE_CODES
 from pycuda_conv.runtime.base import BufferSlice, KernelLaunch
 
@@ -60,4 +60,4 @@ def fold(dtype: str, norms: Sequence[Norm], folded: BufferSlice, at_once: int = 
 
 def variants() -> Iterator[VariantSet]:
     """One text for each type and number of norms."""
-    yield VariantSet("fold_norms", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": (0,), "NORMS": (1, MOST), "THREADS": (THREADS,)})
+    yield VariantSet("fold_norms", portable_choices(THREADS) | {"INDEX_64": (0,), "NORMS": (1, MOST)})
