@@ -132,7 +132,9 @@ def packing(problem: ConvProblem, windows: bool = False) -> tuple[PackedLayout, 
     in_place = not wide and problem.layout == "NHWC"  # the loads can read it
     readable = in_place and channels % (8 if problem.groups == 1 else 16) == 0
     if levels == 4 and not first and not readable:
-        first = _fewest(problem)
+        # the level that packs much fewer elements than level 0: filters that step over pixels have one, as 1x1 filters with a stride
+        elements = [math.prod(taps) * math.prod(size) for taps, size in (_folded(problem, level) for level in range(4))]
+        first = elements.index(min(elements)) if min(elements) < WORTH_FOLDING * elements[0] else 0
     for level in range(first, levels):
         folded, size = _folded(problem, level)
         count = channels * math.prod(folded)
@@ -159,12 +161,6 @@ def _folded(problem: ConvProblem, level: int) -> tuple[Size3, Size3]:
     """Taps along each axis and pixels (D, H, W) of an image if the innermost `level` axes are folded."""
     taps = size3([problem.filter_size[i] if i >= 3 - level else 1 for i in range(3)])
     return taps, size3([problem.output_size[i] if i >= 3 - level else problem.operand_size[i] for i in range(3)])
-
-
-def _fewest(problem: ConvProblem) -> int:
-    """The level that packs much fewer elements than level 0, or 0. Filters that step over pixels have one, as 1x1 filters with a stride."""
-    packed = [math.prod(taps) * math.prod(size) for taps, size in (_folded(problem, level) for level in range(4))]
-    return packed.index(min(packed)) if min(packed) < WORTH_FOLDING * packed[0] else 0
 
 
 def _windows(problem: ConvProblem) -> tuple[PackedLayout, Phase]:

@@ -169,7 +169,8 @@ def schedule(problem: ConvProblem, config: Pointwise, device: Device, with_momen
     if _wgrad(problem):
         maps = [_planes(problem, WEIGHT, problem.K, config.rows), _planes(problem, INPUT, problem.N, config.BLOCK_N)]  # dy, x
     elif _reads_filter(problem):
-        maps = [_images(problem, config), _raw_filter(problem, config)]
+        sizes = problem.operand_channels, problem.result_channels, 1
+        maps = [_images(problem, config), tight_map(WEIGHT, sizes, (32, config.BLOCK_N, 1), "tfloat32")]  # the load rounds it
     else:
         step, of_filter = _filter(problem, config, kept, defines)
         prepare, maps = [[step]], [_images(problem, config), of_filter]
@@ -219,11 +220,6 @@ def _filter(problem: ConvProblem, config: Pointwise, kept: Arena, defines: dict[
     grid = ceil(rows * padded, 256)
     step = KernelLaunch("split_filter", defines, grid, 256, (WEIGHT, place), (), "hopper_pointwise", arch="sm_90a", arguments=args)
     return step, tight_map(place, (padded, rows, limbs(problem)), (32, config.BLOCK_N, 1), "float32")
-
-
-def _raw_filter(problem: ConvProblem, config: Pointwise) -> TensorMap:
-    """The map of the filter as it lies: a box is 32 channels of all columns of a tile, which the load rounds."""
-    return tight_map(WEIGHT, (problem.operand_channels, problem.result_channels, 1), (32, config.BLOCK_N, 1), "tfloat32")
 
 
 def filter_key(problem: ConvProblem, config: Pointwise) -> Hashable:

@@ -156,13 +156,9 @@ PLANES = 8  # planes, or images with channels last, of a thread of ``border_fold
 
 def round_to(problem: ConvProblem, exact: BufferSlice) -> KernelLaunch:
     """Round the result to the type of integers that was asked for."""
-    return _rounding(math.prod(problem.result_shape), problem.dtype, problem.result_dtype, exact, RESULT)
-
-
-def _rounding(size: int, given: str, dtype: str, source: BufferSlice, target: BufferSlice) -> KernelLaunch:
-    numbers = size, TYPES[dtype]
-    blocks = ceil(size, EACH[given] * THREADS)
-    return KernelLaunch("border_round", portable(given, False, THREADS), blocks, THREADS, (source, target), numbers, "bordered")
+    size, defines = math.prod(problem.result_shape), portable(problem.dtype, False, THREADS)
+    blocks, numbers = ceil(size, EACH[problem.dtype] * THREADS), (size, TYPES[problem.result_dtype])
+    return KernelLaunch("border_round", defines, blocks, THREADS, (exact, RESULT), numbers, "bordered")
 
 
 def converting(size: int, given: str, dtype: str, source: BufferSlice, target: BufferSlice) -> KernelLaunch:

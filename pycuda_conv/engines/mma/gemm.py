@@ -55,12 +55,6 @@ def _ring(config: ImplicitGemm80, limbs_each: int) -> Ring:
     return Ring(limbs_each * (config.BLOCK_M + config.BLOCK_N) * 2 * STEP, 16 * config.BLOCK_N, SHARED_BYTES)
 
 
-def _staging_bytes(problem: ConvProblem, config: ImplicitGemm80) -> int:
-    """Bytes of the stages through which the result passes: 16 rows of pixels or channels for each warp."""
-    rows, pixels = _warp(config)
-    return 8 * 16 * 4 * (rows + 4 if problem.layout == "NHWC" else pixels + 8)
-
-
 def _warp(config: ImplicitGemm80) -> tuple[int, int]:
     """Channels and pixels of a warp's part of the tile."""
     warps = 4 if (config.BLOCK_M, config.BLOCK_N) == (128, 64) else 2
@@ -86,7 +80,8 @@ def _counts(problem: ConvProblem) -> bool:
 def _fits(problem: ConvProblem, config: ImplicitGemm80) -> str | None:
     if config.BLOCK_N == 256 and (config.BLOCK_M != 128 or products(problem) != 1):
         return "a tile of 256 pixels has 128 rows and takes one product"
-    ring, staging = _ring(config, limbs(problem)), _staging_bytes(problem, config)
+    ring, (rows, pixels) = _ring(config, limbs(problem)), _warp(config)
+    staging = 8 * 16 * 4 * (rows + 4 if problem.layout == "NHWC" else pixels + 8)  # 16 rows of pixels or channels for each warp
     reason, stages = ring.refusal(config.STAGES, config.SPLIT), config.STAGES * ring.stage
     if reason is None and stages < staging:
         return f"its result passes through {staging:,} bytes of its stages; they have {stages:,}"

@@ -60,15 +60,8 @@ def _units(problem: ConvProblem) -> Any:
     return cut(groups, problem.operand_channels // groups, problem.result_channels // groups, problem.itemsize)
 
 
-def _chunks(problem: ConvProblem, count: int) -> int:
-    """16-byte chunks of `count` units."""
-    units = _units(problem)
-    return chunks_read(units, count)
-
-
 def _unit_blocks(problem: ConvProblem, config: GroupedNhwc) -> int:
-    units = _units(problem)
-    return ceil(units.total, config.UNITS)
+    return ceil(_units(problem).total, config.UNITS)
 
 
 class _PhaseView(NamedTuple):
@@ -130,7 +123,7 @@ def _filter_bytes(problem: ConvProblem, config: GroupedNhwc, view: _PhaseView) -
 
 def _shared_bytes(problem: ConvProblem, config: GroupedNhwc) -> int:
     """Bytes of shared memory of a block: the filter and two tiles."""
-    pixel = pitch(_chunks(problem, config.UNITS))
+    pixel = pitch(chunks_read(_units(problem), config.UNITS))
     return max(
         _filter_bytes(problem, config, view) + 2 * config.IMAGES * math.prod(_tile_size(view, config)) * pixel for view in _views(problem)
     )
@@ -144,7 +137,7 @@ TAKES = Takes(
 )  # fmt: skip
 LEGAL = Tiles(
     TAKES, GroupedNhwc, (f"TILE_P must be a multiple of {ROWS}", lambda _, config: config.TILE_P % ROWS == 0),
-    ("a warp loads a pixel's channels of all units at once, up to 512 bytes", lambda p, config: _chunks(p, config.UNITS) <= 32),
+    ("a warp loads a pixel's channels of all units at once, up to 512 bytes", lambda p, config: chunks_read(_units(p), config.UNITS) <= 32),
     shared=(_shared_bytes, SHARED_BYTES), UNITS=COUNTS, blocks=lambda p,
     config: _unit_blocks(p, config) * _phase_count(p) * max(_tiles(view, config) for view in _views(p)),
 )  # fmt: skip
@@ -188,7 +181,7 @@ def _blocks(problem: ConvProblem, config: GroupedNhwc, device: Device, views: Se
 
 def _arguments(problem: ConvProblem, config: GroupedNhwc, w_strides: tuple[int, int, int, int], view: _PhaseView, blocks: int) -> Any:
     units, down, right, phase = _units(problem), view.down, view.right, view.phase
-    groups, chunks, (tile_h, tile_w) = problem.groups, _chunks(problem, config.UNITS), _tile_size(view, config)
+    groups, chunks, (tile_h, tile_w) = problem.groups, chunks_read(_units(problem), config.UNITS), _tile_size(view, config)
     jobs_q = ceil(config.IMAGES * config.TILE_Q, COLUMNS)
     _, row, _ = row_major(problem.result_size)
     group_step, row_step, channel_step, tap_step = w_strides
@@ -255,12 +248,13 @@ class _Work(NamedTuple):
 
 def _work(problem: ConvProblem, config: GroupedNhwc, view: _PhaseView, device: Device) -> _Work:
     units, unrolled = _units(problem), _unrolled(problem)
+    chunks, pixels = chunks_read(units, config.UNITS), config.IMAGES * math.prod(_tile_size(view, config))
     jobs = config.UNITS * ceil(config.IMAGES * config.TILE_Q, COLUMNS) * config.TILE_P // ROWS
-    taps, loads = view.down.taps * view.right.taps, _chunks(problem, config.UNITS) * config.IMAGES * math.prod(_tile_size(view, config))
+    taps, loads = view.down.taps * view.right.taps, chunks * pixels
     rows = (ROWS - 1) * view.down.stride + unrolled if unrolled > 1 else ROWS  # of the input, which a column of the filter's taps loads
     reads, products = jobs * units.steps * taps * (1 + rows / unrolled), jobs * units.steps * taps * ROWS * 2
     multiplied = products * 16 * 8 * 16 * problem.itemsize // 2 / product_rate(device)
-    lines = config.IMAGES * math.prod(_tile_size(view, config)) * ceil(_chunks(problem, config.UNITS), 8)  # of 128 bytes, a cycle each
+    lines = pixels * ceil(chunks, 8)  # of 128 bytes, a cycle each
     shared = (512 * reads + 16 * loads) / COST.SHARED_RATE + lines
     issued = (jobs * COST.JOB + products + 3 * reads + COST.LOADED * loads / 32) / COST.ISSUED
     words = _filter_bytes(problem, config, view) / 4
