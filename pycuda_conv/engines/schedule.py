@@ -129,3 +129,14 @@ def finish_constants(args: Any) -> dict[str, int]:
     """:attr:`KernelLaunch.layer` of a kernel whose arguments, `args`, include those of :func:`finish`."""
     names = "has_scale", "has_bias", "has_residual", "activation"
     return {"LAYER": 1} | {name.upper(): getattr(args, name) for name in names if name in args._fields}
+
+
+def finishing(
+    kernel: str, defines: dict[str, int], grid: int, threads: int, args: Any, buffers: tuple[BufferSlice, ...] = OPERANDS, **more: Any
+) -> KernelLaunch:
+    """The launch of a kernel that finishes its sums: by default from the operands as they lie to the result.
+
+    `args` is its struct, or a tuple of those of some phases.
+    """
+    layer = finish_constants(args if hasattr(args, "_fields") else args[0])
+    return KernelLaunch(kernel, defines, grid, threads, buffers, (), arguments=args, layer=layer, **more)

@@ -15,7 +15,7 @@ from pycuda_conv.engines import split_sum
 from pycuda_conv.engines.base import Config, Device, KernelLaunch, kernel_struct
 from pycuda_conv.engines.geometry import arguments, border_numbers, ceil, needs_64_bits
 from pycuda_conv.engines.limits import AMPERE, Devices
-from pycuda_conv.engines.schedule import INPUT, OPERANDS, RESULT, WEIGHT, Schedule, finish_constants
+from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, Schedule, finishing
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 
 
@@ -215,8 +215,7 @@ def schedule(
         kernel, args = "depthwise_nhwc", _tile_arguments(problem, config)
         dgrad = problem.direction == "dgrad" and not flipped(problem, Depthwise)
         defines |= {"TILE_P": config.TILE_P, "TILE_Q": config.TILE_Q, "DGRAD": int(dgrad)}
-    layer = finish_constants(args)
-    return Schedule.plain([[KernelLaunch(kernel, defines, grid_of(problem, config), THREADS, OPERANDS, (), arguments=args, layer=layer)]])
+    return Schedule.plain([[finishing(kernel, defines, grid_of(problem, config), THREADS, args)]])
 
 
 def _tile_arguments(problem: ConvProblem, config: Depthwise) -> Any:

@@ -13,11 +13,11 @@ from itertools import takewhile
 from types import SimpleNamespace
 from typing import Any
 
-from pycuda_conv.engines.base import FLAG, Config, ConvProblem, Device, KernelLaunch, VariantSet, kernel_struct
+from pycuda_conv.engines.base import FLAG, Config, ConvProblem, Device, VariantSet, kernel_struct
 from pycuda_conv.engines.costs import bytes_moved, costs, spread
 from pycuda_conv.engines.geometry import arguments, ceil
 from pycuda_conv.engines.limits import AMPERE, HALVES, NOT_EMPTY, TWO_AXES, Takes, Tiles
-from pycuda_conv.engines.schedule import OPERANDS, Schedule, check_shared, finish_constants, grid_refusal, shared_limit
+from pycuda_conv.engines.schedule import Schedule, check_shared, finishing, grid_refusal, shared_limit
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF
 
 WARPS = {"NCHW": 4, "NHWC": 8}  # warps of a block
@@ -205,10 +205,7 @@ def schedule(
         "LAST": int(problem.layout == "NHWC"), **({} if problem.border is None else {"BORDERED": 1}),
     }  # fmt: skip
     threads = 32 * WARPS[problem.layout]
-    launch = KernelLaunch(
-        "depthwise_toeplitz", defines, unit.blocks, threads, OPERANDS, (), shared=unit.shared, arguments=args, layer=finish_constants(args),
-    )
-    return Schedule.plain([[launch]])
+    return Schedule.plain([[finishing("depthwise_toeplitz", defines, unit.blocks, threads, args, shared=unit.shared)]])
 
 
 def variants(device: Device) -> Iterator[VariantSet]:

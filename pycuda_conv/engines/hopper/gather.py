@@ -33,7 +33,7 @@ from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes, with_mos
 from pycuda_conv.engines.layout import transpose_filter
 from pycuda_conv.engines.limits import HOPPER, Takes, Tiles
 from pycuda_conv.engines.packed_product import written_places
-from pycuda_conv.engines.schedule import FINISH, INPUT, PACKED, RESULT, WEIGHT, Arena, Schedule, finish_constants, placed
+from pycuda_conv.engines.schedule import FINISH, INPUT, PACKED, RESULT, WEIGHT, Arena, Schedule, finishing, placed
 from pycuda_conv.engines.tensor_cores import ELEMENTS, why_not_one_product
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch, TensorMap
 
@@ -155,11 +155,9 @@ def _product(problem: ConvProblem, config: GatherNhwc, place: BufferSlice, pitch
     fitting = device.multiprocessors * _blocks_per_sm(config)
     grid = args.tiles * config.CLUSTER if config.CLUSTER > 1 else min(args.tiles, fitting)
     defines = asdict(config) | {"TYPE": ELEMENTS[problem.dtype], "COPY": runs.copy}
-    return KernelLaunch(
-        "hopper_gather", defines, grid, 4 * config.BLOCK_M, (INPUT, *FINISH, RESULT), (),
-        maps=(_filter_map(problem, config, place, pitch),), shared=_ring(config).nbytes(config.STAGES), arch="sm_90a", arguments=args,
-        layer=finish_constants(args),
-    )  # fmt: skip
+    maps, shared = (_filter_map(problem, config, place, pitch),), _ring(config).nbytes(config.STAGES)
+    buffers = INPUT, *FINISH, RESULT
+    return finishing("hopper_gather", defines, grid, 4 * config.BLOCK_M, args, buffers, maps=maps, shared=shared, arch="sm_90a")
 
 
 def _filter_map(problem: ConvProblem, config: GatherNhwc, place: BufferSlice, pitch: int) -> TensorMap:

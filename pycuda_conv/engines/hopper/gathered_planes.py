@@ -15,9 +15,9 @@ from pycuda_conv.engines.geometry import arguments, by_axis, ceil, pixel_by_pixe
 from pycuda_conv.engines.hopper.common import CLOCK, ROW, at_once, map_type, most_shared, stage_channels, tight_map
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes, with_most_stages
 from pycuda_conv.engines.limits import HOPPER, ONE_GROUP, Takes, Tiles
-from pycuda_conv.engines.schedule import FINISH, INPUT, RESULT, WEIGHT, Schedule, finish_constants
+from pycuda_conv.engines.schedule import FINISH, INPUT, RESULT, WEIGHT, Schedule, finishing
 from pycuda_conv.engines.tensor_cores import ELEMENTS, why_not_one_product
-from pycuda_conv.runtime.base import Device, KernelLaunch
+from pycuda_conv.runtime.base import Device
 
 #: The tiles: (BLOCK_M, BLOCK_N) -> (CLUSTER, GROUPS) choices.
 TILES: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {
@@ -98,10 +98,9 @@ def schedule(problem: ConvProblem, config: GatheredPlanes, device: Device, with_
     box = (BLOCK, stage_channels(problem), 1) if backward else (stage_channels(problem), BLOCK, 1)
     maps = () if gathers else (tight_map(WEIGHT, (last, first, 1), box, map_type(problem)),)
     defines = asdict(config) | {"TYPE": ELEMENTS[problem.dtype], "W_TRANSPOSED": int(backward)}
-    launch = KernelLaunch(
-        "hopper_gathered_planes", defines, down * across * config.CLUSTER, 2 * config.BLOCK_M + 128 * config.GROUPS,
-        (*((WEIGHT,) if gathers else ()), INPUT, *FINISH, RESULT), (), maps=maps, shared=_ring(config).nbytes(config.STAGES), arch="sm_90a",
-        arguments=args, layer=finish_constants(args),
+    launch = finishing(
+        "hopper_gathered_planes", defines, down * across * config.CLUSTER, 2 * config.BLOCK_M + 128 * config.GROUPS, args,
+        (*((WEIGHT,) if gathers else ()), INPUT, *FINISH, RESULT), maps=maps, shared=_ring(config).nbytes(config.STAGES), arch="sm_90a",
     )  # fmt: skip
     return Schedule.plain([[launch]])
 

@@ -16,9 +16,9 @@ from pycuda_conv.engines.geometry import arguments, ceil
 from pycuda_conv.engines.hopper.common import CLOCK, ROW, most_shared, tight_map
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, with_most_stages
 from pycuda_conv.engines.limits import HALVES, HOPPER, IN_32_BITS, NOT_EMPTY, ONE_GROUP, POINTWISE, Takes, Tiles
-from pycuda_conv.engines.schedule import FINISH, INPUT, RESULT, WEIGHT, Schedule, finish_constants
+from pycuda_conv.engines.schedule import FINISH, INPUT, RESULT, WEIGHT, Schedule, finishing
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF
-from pycuda_conv.runtime.base import Device, KernelLaunch, TensorMap
+from pycuda_conv.runtime.base import Device, TensorMap
 
 
 class _Consumers(NamedTuple):
@@ -94,10 +94,8 @@ def schedule(problem: ConvProblem, config: Planes, device: Device, with_moments:
     maps = _planes(problem, INPUT, problem.operand_channels), of_filter, _planes(problem, RESULT, problem.result_channels, 1)
     defines = _defines(config) | {"TYPE": ELEMENTS[problem.dtype], "W_MN_MAJOR": int(backward)}
     grid = min(args.tiles, device.multiprocessors * _blocks_per_sm(config))
-    launch = KernelLaunch(
-        "hopper_planes", defines, grid, _threads(config), FINISH, (), maps=maps, shared=_ring(config).nbytes(config.STAGES), arch="sm_90a",
-        arguments=args, layer=finish_constants(args),
-    )  # fmt: skip
+    shared = _ring(config).nbytes(config.STAGES)
+    launch = finishing("hopper_planes", defines, grid, _threads(config), args, FINISH, maps=maps, shared=shared, arch="sm_90a")
     return Schedule.plain([[launch]])
 
 

@@ -19,7 +19,7 @@ from pycuda_conv.engines.hopper.common import SHARED_BYTES, THREADS, tight_map
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring
 from pycuda_conv.engines.limits import HOPPER, IN_32_BITS, NOT_EMPTY, ONE_GROUP, Takes, Tiles, types
 from pycuda_conv.engines.range_guard import MomentsLayout
-from pycuda_conv.engines.schedule import FINISH, INPUT, PACKED, RESULT, WEIGHT, WORKSPACE, Arena, Moments, Schedule, finish_constants
+from pycuda_conv.engines.schedule import FINISH, INPUT, PACKED, RESULT, WEIGHT, WORKSPACE, Arena, Moments, Schedule, finishing
 from pycuda_conv.engines.split_sum import reduce_launch, splits
 from pycuda_conv.engines.tensor_cores import limbs, products
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch, TensorMap
@@ -177,11 +177,7 @@ def schedule(problem: ConvProblem, config: Pointwise, device: Device, with_momen
     moments_at: tuple[BufferSlice, ...] = (layout.parts,) if layout.moments else ()
     buffers, grid = (*FINISH, target, *moments_at), min(product.tiles, multiprocessors)
     shared, args = _ring(config, limbs(problem)).nbytes(config.STAGES), product.arguments(problem)
-    launch = KernelLaunch(
-        "hopper_pointwise", defines, grid, THREADS, buffers, (), maps=tuple(maps), shared=shared, arch="sm_90a", arguments=args,
-        layer=finish_constants(args),
-    )  # fmt: skip
-    steps = [[launch]]
+    steps = [[finishing("hopper_pointwise", defines, grid, THREADS, args, buffers, maps=tuple(maps), shared=shared, arch="sm_90a")]]
     if split:
         steps.append([reduce_launch(problem, config.SPLIT, target)])
     return Schedule(prepare, steps, prepare + steps, scratch.used, kept.used, moments=layout.moments)

@@ -16,7 +16,7 @@ from pycuda_conv.engines.base import FLAG, Config, ConvProblem, Device, KernelLa
 from pycuda_conv.engines.costs import bytes_moved, costs
 from pycuda_conv.engines.geometry import NO_SIDES, arguments, by_axis, ceil, near_sides
 from pycuda_conv.engines.limits import AMPERE, IN_32_BITS, NOT_EMPTY, Takes, Tiles, types
-from pycuda_conv.engines.schedule import OPERANDS, Schedule, finish_constants
+from pycuda_conv.engines.schedule import Schedule, finishing
 from pycuda_conv.engines.tensor_cores import ELEMENTS, SHARED_BYTES, is_multiplied, products
 
 WARPS = 8  # of a block
@@ -190,10 +190,7 @@ def _launch(
         wide=wide, bordered=int(sides is not None), **(sides or NO_SIDES),
     )  # fmt: skip
     defines = {"TYPE": ELEMENTS[problem.dtype], "BLOCK_N": config.BLOCK_N, "PLANES": int(planes), "PRODUCTS": products(problem)}
-    return KernelLaunch(
-        "few_inputs", defines, workers * tile.chunks, 32 * WARPS, OPERANDS, (), shared=tile.shared, arguments=args,
-        layer=finish_constants(args),
-    )  # fmt: skip
+    return finishing("few_inputs", defines, workers * tile.chunks, 32 * WARPS, args, shared=tile.shared)
 
 
 def variants(device: Device) -> Iterator[VariantSet]:

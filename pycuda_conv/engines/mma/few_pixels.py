@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from pycuda_conv.engines.base import Config, ConvProblem, Device, KernelLaunch, VariantSet, kernel_struct
+from pycuda_conv.engines.base import Config, ConvProblem, Device, VariantSet, kernel_struct
 from pycuda_conv.engines.costs import MULTIPROCESSORS, costs
 from pycuda_conv.engines.geometry import Phase, arguments, ceil, count_phases, phases, places
 from pycuda_conv.engines.hopper.common import MOST_SHARED
 from pycuda_conv.engines.limits import HOPPER, IN_32_BITS, NOT_EMPTY, TWO_AXES, Takes, Tiles, types
-from pycuda_conv.engines.schedule import OPERANDS, Schedule, finish_constants
+from pycuda_conv.engines.schedule import Schedule, finishing
 from pycuda_conv.engines.tensor_cores import ELEMENTS, is_multiplied, products
 
 WARPS, WARP_M = 8, 32  # warps of a block; channels of the result of a warp
@@ -166,18 +166,12 @@ def schedule(problem: ConvProblem, config: FewPixels, device: Device, with_momen
     args = tile.phases
     if len(args) > 1:
         args += (args[-1]._replace(tiles=0),) * (PHASES - len(args))  # empty phases fill the kernel's parameter
-    launch = KernelLaunch(
-        "mma_few_pixels", _defines(problem, config), _blocks(problem, config), 32 * WARPS, OPERANDS, (), shared=tile.shared, arguments=args,
-        layer=finish_constants(args[0]),
-    )  # fmt: skip
-    return Schedule.plain([[launch]])
-
-
-def _defines(problem: ConvProblem, config: FewPixels) -> dict[str, int]:
-    return {
+    defines = {
         "TYPE": ELEMENTS[problem.dtype], "PRODUCTS": products(problem), "BLOCK_N": config.BLOCK_N, "CLUSTER": config.CLUSTER,
-        "PHASES": 1 if len(phases(problem)) == 1 else PHASES,
+        "PHASES": len(args),
     }  # fmt: skip
+    launch = finishing("mma_few_pixels", defines, _blocks(problem, config), 32 * WARPS, args, shared=tile.shared)
+    return Schedule.plain([[launch]])
 
 
 def sum_order(problem: ConvProblem, config: FewPixels) -> Hashable:

@@ -22,7 +22,7 @@ from pycuda_conv.engines.packed_product import ARITHMETICS, arithmetic, assemble
 from pycuda_conv.engines.packing import Operands, packs_filter_last
 from pycuda_conv.engines.packing_time import overhead
 from pycuda_conv.engines.range_guard import MomentsLayout
-from pycuda_conv.engines.schedule import FINISH, Schedule, finish_constants
+from pycuda_conv.engines.schedule import FINISH, Schedule, finishing
 from pycuda_conv.engines.split_sum import splits
 from pycuda_conv.engines.tensor_cores import FLOAT, SHARED_BYTES, limbs, product_rate, products
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch
@@ -136,7 +136,7 @@ def _product(
     )  # fmt: skip
     defines = arithmetic(problem, phase, config.SPLIT > 1) | {"BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "STAGES": config.STAGES}
     grid, shared = _blocks(problem, config, addressing), config.STAGES * _ring(config, limbs(problem)).stage
-    return KernelLaunch("mma_gemm", defines, grid, THREADS, buffers, (), shared=shared, arguments=args, layer=finish_constants(args))
+    return finishing("mma_gemm", defines, grid, THREADS, args, buffers, shared=shared)
 
 
 def _tiles(problem: ConvProblem, config: ImplicitGemm80, addressing: PhaseAddressing) -> tuple[int, int]:

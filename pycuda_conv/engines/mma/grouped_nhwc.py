@@ -19,7 +19,7 @@ from pycuda_conv.engines.channel_units import COLUMNS, MOST_STEPS, STEP, chunks_
 from pycuda_conv.engines.costs import costs, spread, together
 from pycuda_conv.engines.geometry import Phase, PhaseAxis, arguments, batches, ceil, phases, row_major, too_many_phases
 from pycuda_conv.engines.limits import AMPERE, TWO_AXES, Takes, Tiles
-from pycuda_conv.engines.schedule import OPERANDS, Schedule, finish_constants
+from pycuda_conv.engines.schedule import Schedule, finishing
 from pycuda_conv.engines.tensor_cores import ELEMENTS, SHARED_BYTES, product_rate, why_not_one_product
 
 THREADS = 256
@@ -165,10 +165,7 @@ def _product(
     defines = {
         "TYPE": ELEMENTS[problem.dtype], "TAPS_R": unrolled, "STRIDE_H": views[0].down.stride if unrolled > 1 else 1, "PHASES": count,
     }  # fmt: skip
-    return KernelLaunch(
-        "grouped_nhwc", defines, unit_blocks * count * blocks, THREADS, OPERANDS, (), shared=shared, arguments=args,
-        layer=finish_constants(args[0]),
-    )  # fmt: skip
+    return finishing("grouped_nhwc", defines, unit_blocks * count * blocks, THREADS, args, shared=shared)
 
 
 def _blocks(problem: ConvProblem, config: GroupedNhwc, device: Device, views: Sequence[_PhaseView]) -> int:

@@ -94,8 +94,8 @@ class Layer:
 
 
 def _computed(
-    named: tuple[Any, ...], residual: Tensor | None, running: Any, batches: Tensor | None, tracked: Tensor | None, counted: Tensor | None,
-    momentum: float, eps: float, spec: _LayerSpec, passes_on: bool,
+    named: tuple[Any, ...], residual: Tensor | None, running: tuple[Tensor | None, Tensor | None], batches: Tensor | None,
+    tracked: Tensor | None, counted: Tensor | None, momentum: float, eps: float, spec: _LayerSpec, passes_on: bool,
 ) -> tuple[Any, Tensor]:
     """What autograd's function returns for the layer of `named`, x, weight, bias, gamma and beta; and the layer's result itself.
 
