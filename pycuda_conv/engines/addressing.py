@@ -96,15 +96,8 @@ def _channels_a_load(channels: int, whole: bool = False) -> int:
 
 def phase_addressing(problem: ConvProblem, phase: Phase, packed: PackedLayout) -> PhaseAddressing | None:
     """What `phase` reads of images with the layout `packed`, or None if tensor loads can't do so."""
-    axes = []
-    for i in range(3):
-        if phase.dilation[i] >= 0:
-            axes.append((phase.taps[i], phase.stride[i], -phase.pad[i], max(phase.dilation[i], 1), phase.first[i], phase.every[i]))
-        else:  # dgrad reads its taps backwards
-            last = phase.taps[i] - 1
-            start = -phase.pad[i] + last * phase.dilation[i]
-            axes.append((phase.taps[i], 1, start, -phase.dilation[i], phase.first[i] + last * phase.every[i], -phase.every[i]))
-    taps, stride, low, dilation, base, step = (size3(list(values)) for values in zip(*axes, strict=True))
+    _, taps, stride, low, dilation, base, step = (size3(list(values)) for values in zip(*map(phase.along, range(3)), strict=True))
+    dilation = size3([max(n, 1) for n in dilation])
     trivial = [packed.size[i] == phase.size[i] and taps[i] <= 1 and stride[i] == 1 and low[i] == 0 for i in range(3)]
     flat = all(trivial) and packed.window is None
     of_line, of_plane = flat or (trivial[0] and trivial[1] and packed.size[:2] == (1, 1)), trivial[0] and packed.size[0] == 1
@@ -139,7 +132,9 @@ def packing(problem: ConvProblem, windows: bool = False) -> tuple[PackedLayout, 
     in_place = not wide and problem.layout == "NHWC"  # the loads can read it
     readable = in_place and channels % (8 if problem.groups == 1 else 16) == 0
     if levels == 4 and not first and not readable:
-        first = _fewest(problem)
+        # the level that packs much fewer elements than level 0: filters that step over pixels have one, as 1x1 filters with a stride
+        elements = [math.prod(taps) * math.prod(size) for taps, size in (_folded(problem, level) for level in range(4))]
+        first = elements.index(min(elements)) if min(elements) < WORTH_FOLDING * elements[0] else 0
     for level in range(first, levels):
         folded, size = _folded(problem, level)
         count = channels * math.prod(folded)
@@ -166,12 +161,6 @@ def _folded(problem: ConvProblem, level: int) -> tuple[Size3, Size3]:
     """Taps along each axis and pixels (D, H, W) of an image if the innermost `level` axes are folded."""
     taps = size3([problem.filter_size[i] if i >= 3 - level else 1 for i in range(3)])
     return taps, size3([problem.output_size[i] if i >= 3 - level else problem.operand_size[i] for i in range(3)])
-
-
-def _fewest(problem: ConvProblem) -> int:
-    """The level that packs much fewer elements than level 0, or 0. Filters that step over pixels have one, as 1x1 filters with a stride."""
-    packed = [math.prod(taps) * math.prod(size) for taps, size in (_folded(problem, level) for level in range(4))]
-    return packed.index(min(packed)) if min(packed) < WORTH_FOLDING * packed[0] else 0
 
 
 def _windows(problem: ConvProblem) -> tuple[PackedLayout, Phase]:

@@ -150,7 +150,10 @@ class Engine(Protocol):
         """
 
     def schedule(self, problem: ConvProblem, config: Any, device: Device, with_moments: bool) -> Schedule:
-        """The launches of `config`, which can run `problem`; with `with_moments` they compute the moments of the result, if they can."""
+        """The launches of `config`, which can run `problem`; with `with_moments` they compute the moments of the result, if they can.
+
+        One of an engine that :meth:`adds_border` takes the `source` last whose image they read.
+        """
 
     def sum_order(self, problem: ConvProblem, config: Any) -> Hashable:
         """Equal for configurations that add the same numbers in the same order, so that their results have the same bits."""
@@ -216,7 +219,8 @@ DEFAULTS: Mapping[str, Any] = {
     "TENSOR_CORES": False, "IN_PARTS": False, "BY_IMAGE": False, "PRECEDENCE": 0, "unsupported": unsupported_by,
     "refusal": _refusal, "choose": _choose, "sum_order": _sum_order, "filter_key": lambda engine, *asked: None,
     "adapts": lambda engine, *asked: False, "upsamples": lambda engine, *asked: False, "adds_border": lambda engine, *asked: False,
-    "border_time": lambda engine, *asked: 0.0, "worthwhile": lambda engine, *asked: True,
+    "border_time": lambda engine, *asked: 0.0, "worthwhile": lambda engine, *asked: True, "variants": lambda engine, device: (),
+    "MOST_VARIANTS": {},
 }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from pycuda_conv.engines.geometry import ceil
 
 UNIT = 16
+COLUMNS, WIDEST, IMAGES = 16, 64, (2, 4, 7, 8)  # of a warp's product; most columns of an image of a tile, and images of tiles
 STEP = 32  # bytes of channels of the array read that a product takes
 MOST_STEPS = 8  # of a unit: with more channels a group the engines gain nothing
 ONE_GROUP = 8  # steps of all units of a single group, beyond which whole tiles of a matrix product are faster
@@ -80,6 +81,13 @@ def chunks_written(units: Units, count: int) -> int:
     """16-byte chunks of the channels that `count` units write."""
     firsts = range(0, units.total, count)
     return ceil(max(units.first_written(first + count - 1) - units.first_written(first) for first in firsts) + UNIT, units.aligned)
+
+
+def widths(columns: int, images: int) -> list[tuple[int, int]]:
+    """Images, and columns of each, of tiles that are compared: they cut rows of so many `columns` evenly, or have several short rows."""
+    even = sorted({ceil(columns, parts) for parts in range(1, 1 + ceil(columns, COLUMNS))})
+    several = [(count, columns) for count in IMAGES if count <= images and count * columns <= 2 * WIDEST]
+    return [(1, part) for part in even if part <= WIDEST] + several
 
 
 def pitch(chunks: int) -> int:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from struct import pack, unpack
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from pycuda_conv import borders
 from pycuda_conv.problem import ConvProblem, Size3
+
+T = TypeVar("T")
 
 
 def ceil(a: int, b: int) -> int:
@@ -23,6 +25,11 @@ def ceil(a: int, b: int) -> int:
 def even_parts(count: int, wanted: Iterable[int]) -> list[int]:
     """How many parts of the same length `count` things may be cut into: about each of the `wanted` numbers, and none twice."""
     return sorted({ceil(count, ceil(count, min(parts, count))) for parts in wanted})
+
+
+def batches(things: Sequence[T], most: int) -> Iterator[Sequence[T]]:
+    """Up to `most` neighbouring things at a time, one behind the other."""
+    return (things[first : first + most] for first in range(0, len(things), most))
 
 
 def divider(d: int) -> int:
@@ -61,16 +68,19 @@ def row_major(size: tuple[int, int, int]) -> tuple[int, ...]:
 def arguments(struct: Any, *sources: Any, **numbers: int) -> Any:
     """The `struct`, a NamedTuple, of these numbers.
 
-    A missing member has the value of that name in the last of the `sources` that has one: named tuples, dataclasses, and problems, of
-    which :func:`_said_of` says what they have. ``by_<name>`` is the :func:`divider` of ``<name>``, which need not be a member; of a number
-    that is given, that of a source does not count.
+    A missing member has the value of that name in the last of the `sources` that has one: mappings, named tuples, dataclasses, problems
+    (:func:`_said_of`) and phases (:func:`_said_of_phase`). ``by_<name>`` is the :func:`divider` of ``<name>``, which need not be a member;
+    of a number that is given, that of a source does not count.
     """
     unknown = [name for name in numbers if name not in struct._fields and f"by_{name}" not in struct._fields]
     if unknown:
         raise TypeError(f"{struct.__name__} has no {', '.join(unknown)}")
     known: dict[str, int] = {}
     for one in sources:
-        known |= _said_of(one) if isinstance(one, ConvProblem) else one._asdict() if isinstance(one, tuple) else vars(one)  # type: ignore[attr-defined]
+        if isinstance(one, ConvProblem | Phase):
+            known |= _said_of(one) if isinstance(one, ConvProblem) else _said_of_phase(one)
+        else:
+            known |= one if isinstance(one, Mapping) else one._asdict() if isinstance(one, tuple) else vars(one)  # type: ignore[attr-defined]
     known = {name: value for name, value in known.items() if name.removeprefix("by_") not in numbers} | numbers
     return struct(*(
         int(known[name]) if name in known or not name.startswith("by_") else divider(max(known[name[3:]], 1)) for name in struct._fields
@@ -93,6 +103,14 @@ def _said_of(problem: ConvProblem) -> dict[str, int]:
     for prefix, strides in (("x_", read_strides(problem)), ("y_", written_strides(problem))):
         found |= {prefix + name: step for name, step in vars(strides).items()}
     return found | (near_sides(problem) or {}) | finish(problem)
+
+
+def _said_of_phase(phase: Phase) -> dict[str, int]:
+    """What a phase has of the members' names: its pixels and its taps by their letters, and what each pixel reads."""
+    (o, p, q), (t, r, s) = phase.size, phase.taps
+    found = {"plane": o * p * q, "pq": p * q, "p": p, "q": q, "taps": t * r * s, "rs": r * s, "r": r, "s": s}
+    found |= by_axis("stride_", phase.stride) | by_axis("pad_", phase.pad)
+    return found | by_axis("dil_", phase.dilation) | by_axis("dilation_", phase.dilation)
 
 
 def finish(problem: ConvProblem, split: bool = False) -> dict[str, int]:
@@ -248,6 +266,15 @@ def near_sides(problem: ConvProblem) -> dict[str, int] | None:
     return found
 
 
+def side_numbers(size: Sequence[int], border: Sequence[tuple[str, str]], axes: str = "dhw") -> dict[str, int]:
+    """What ``cu/core/border.cuh`` knows of both sides of some axes of this `size`, whatever they show."""
+    found: dict[str, int] = {}
+    for axis, n, words in zip(axes, size, border, strict=True):
+        for prefix, word in zip(("", "last_"), words, strict=True):
+            found |= {f"{prefix}{name}_{axis}": value for name, value in borders.side(word, n)._asdict().items()}
+    return found
+
+
 #: The same for an image without a border.
 NO_SIDES = {f"{name}{axis}": 0 for name in ("side_", "last_side_") for axis in "dhw"}
 
@@ -281,6 +308,18 @@ MOST_PHASES = 1024  # phases that engines may launch although few have taps: eac
 MOST_WALKED = 2**16  # phases for which plans are made phase by phase; more take seconds
 
 
+class PhaseAxis(NamedTuple):
+    """One axis of a phase: pixel j reads j * stride + low + i * dilation by tap i, which is tap base + i * step of the filter."""
+
+    size: int
+    taps: int
+    stride: int
+    low: int
+    dilation: int
+    base: int
+    step: int
+
+
 @dataclass(frozen=True)
 class Phase:
     """A part of the result that a stride-1 convolution with some of the taps computes.
@@ -298,6 +337,13 @@ class Phase:
     stride: tuple[int, int, int]
     pad: tuple[int, int, int]
     dilation: tuple[int, int, int]
+
+    def along(self, i: int) -> PhaseAxis:
+        """One axis, with the taps in the order of the pixels that they read: those of dgrad step back."""
+        taps, low, dilation, base, every = self.taps[i], -self.pad[i], self.dilation[i], self.first[i], self.every[i]
+        if dilation < 0:
+            low, base, dilation, every = low + (taps - 1) * dilation, base + (taps - 1) * every, -dilation, -every
+        return PhaseAxis(self.size[i], taps, self.stride[i], low, dilation, base, every)
 
     @classmethod
     def of_axes(cls, axes: Sequence[Sequence[int]]) -> Phase:

@@ -77,13 +77,14 @@ def repeat_arguments(problem: ConvProblem, packed: PackedLayout, phases: int, ma
 
 
 def tap_numbers(packed: PackedLayout, addressing: PhaseAddressing) -> dict[str, int]:
-    """Arguments: taps along r and s; the number of a phase's first tap in the packed filter, and its step along t, r and s."""
+    """Arguments: taps along r and s, and pixels between them; a phase's first tap in the packed filter, and its step along t, r and s."""
     _, r, s = packed.taps
     strides = (r * s, s, 1)
     step_t, step_r, step_s = (a * b for a, b in zip(addressing.step, strides, strict=True))
     base = sum(a * b for a, b in zip(addressing.base, strides, strict=True))
     taps = {"tap_r": max(addressing.taps[1], 1), "tap_s": max(addressing.taps[2], 1)}
-    return taps | {"tap_base": base, "tap_step_t": step_t, "tap_step_r": step_r, "tap_step_s": step_s}
+    steps = {"tap_base": base, "tap_step_t": step_t, "tap_step_r": step_r, "tap_step_s": step_s}
+    return taps | steps | by_axis("dilation_", addressing.dilation)
 
 
 def arithmetic(problem: ConvProblem, phase: Phase, split: bool) -> dict[str, int]:

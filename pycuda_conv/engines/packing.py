@@ -269,13 +269,6 @@ def filter_parts(problem: ConvProblem, packed: PackedLayout) -> int:
     return 1 if whole else ceil(channel_blocks * packed.load, fitting)
 
 
-def _short_rows(problem: ConvProblem, packed: PackedLayout) -> bool:
-    """Whether shared memory holds one row of the filter for each warp of a block."""
-    channels = problem.operand_channels // problem.groups
-    whole = _fitting(problem, packed) == channels
-    return whole and WARPS * channels * math.prod(problem.filter_size) <= ROWS_ROOM
-
-
 def packs_filter_last(problem: ConvProblem) -> bool:
     """Whether a filter with its second axis last, as in a channels-last model, is packed from that layout."""
     return problem.layout == "NHWC" and math.prod(problem.filter_size) > 1
@@ -333,11 +326,12 @@ def _with_filter(
     """`images` with the arguments by which their launch packs so many `rows` of the filter too; and the number of parts of these rows."""
     written, shared = problem.result_channels, images.filter_shared
     strides = dict(zip(("w_m", "w_c", "w_tap"), filter_last_strides(problem), strict=True)) if filter_last else {}
-    args = images.arguments._replace(**strides)
+    args, channels = images.arguments._replace(**strides), problem.operand_channels // problem.groups
+    short = args.fitting == channels and WARPS * channels * math.prod(problem.filter_size) <= ROWS_ROOM  # one for each warp of a block fits
     if args.w_m == 1 and not packed.level and written // problem.groups % NEIGHBOUR_ROWS == 0:  # without shared memory
         args = arguments(PackArguments, args, fitting=0, part_pieces=0, parts=1, row_bits=NEIGHBOUR_ROWS.bit_length() - 1)
         shared = 0
-    elif written >= MANY_ROWS * multiprocessors and _short_rows(problem, packed):
+    elif written >= MANY_ROWS * multiprocessors and short:
         args = args._replace(row_bits=WARPS.bit_length() - 1)
         shared *= WARPS
     else:

@@ -9,7 +9,7 @@ from typing import Any
 
 from pycuda_conv.engines.geometry import ceil, filter_last_strides, filter_strides
 from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import Device, KernelLaunch
+from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch
 
 GRID_LIMIT = 2**31 - 1  # most blocks of a launch
 STATIC_SHARED_BYTES = 48 * 1024  # what a block may declare statically on every GPU
@@ -88,13 +88,17 @@ class Schedule:
         """Launches that read the filter as it is."""
         return cls([], steps, steps, workspace_bytes, 0)
 
-
     @classmethod
     def reading(cls, problem: ConvProblem, steps: Callable[[Strides4], list[list[KernelLaunch]]], last: bool = True) -> Schedule:
         """Launches that read the filter as it lies; `steps` makes them from its strides. With `last` also if its second axis is last."""
         group, row, channel = filter_strides(problem)
         made = cls.plain(steps((group, row, channel, 1)))
         return replace(made, filter_last=steps((group, *filter_last_strides(problem)))) if last else made
+
+
+def placed(where: BufferSlice) -> tuple[int, int]:
+    """A place as its buffer and an offset in bytes."""
+    return where if isinstance(where, tuple) else (where, 0)
 
 
 class Arena:
@@ -125,3 +129,14 @@ def finish_constants(args: Any) -> dict[str, int]:
     """:attr:`KernelLaunch.layer` of a kernel whose arguments, `args`, include those of :func:`finish`."""
     names = "has_scale", "has_bias", "has_residual", "activation"
     return {"LAYER": 1} | {name.upper(): getattr(args, name) for name in names if name in args._fields}
+
+
+def finishing(
+    kernel: str, defines: dict[str, int], grid: int, threads: int, args: Any, buffers: tuple[BufferSlice, ...] = OPERANDS, **more: Any
+) -> KernelLaunch:
+    """The launch of a kernel that finishes its sums: by default from the operands as they lie to the result.
+
+    `args` is its struct, or a tuple of those of some phases.
+    """
+    layer = finish_constants(args if hasattr(args, "_fields") else args[0])
+    return KernelLaunch(kernel, defines, grid, threads, buffers, (), arguments=args, layer=layer, **more)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, cast
 
-from pycuda_conv.engines.base import FLAG, VariantSet, kernel_struct
+from pycuda_conv.engines.base import VariantSet, kernel_struct
 from pycuda_conv.engines.costs import costs, spread
-from pycuda_conv.engines.geometry import arguments, ceil
+from pycuda_conv.engines.geometry import accumulator_bytes, arguments, ceil
 from pycuda_conv.engines.schedule import FINISH, RESULT, WORKSPACE, Schedule
-from pycuda_conv.problem import DTYPE_CODES, ConvProblem
+from pycuda_conv.engines.variants import portable, portable_choices
+from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch
 
 SPLITS, MORE_SPLITS = (1, 2, 3, 4, 6, 8), (12, 16, 24, 32, 48, 64, 96, 128)
@@ -32,7 +34,7 @@ def reduce_launch(problem: ConvProblem, split: int, parts: BufferSlice) -> Kerne
     """The launch that adds the `parts` of a split sum in a fixed order, and finishes it: ``direct/reduce.cu``."""
     size = math.prod(problem.result_shape)
     plane, channels = 1 if problem.layout == "NHWC" else math.prod(problem.result_size), problem.result_channels
-    defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(split * size >= 2**31), "THREADS": THREADS}
+    defines = portable(problem.dtype, split * size >= 2**31, THREADS)
     lanes = _lanes(split)
     width, run = THREADS // lanes, ceil(split, lanes)
     args = arguments(ReduceArguments, problem, split=split, width=width.bit_length() - 1, run=run, plane=plane, channels=channels)
@@ -40,10 +42,16 @@ def reduce_launch(problem: ConvProblem, split: int, parts: BufferSlice) -> Kerne
     return KernelLaunch("direct_reduce", defines, ceil(size, width), THREADS, buffers, (), arguments=args)
 
 
-def in_parts(problem: ConvProblem, launch: KernelLaunch, parts: int, nbytes: int = 4) -> Schedule:
-    """A launch that leaves so many parts of sums of `nbytes` in the workspace, and the launch that adds them."""
-    size = nbytes * parts * math.prod(problem.result_shape)
-    return Schedule.plain([[launch], [reduce_launch(problem, parts, WORKSPACE)]], size)
+def in_parts(problem: ConvProblem, launch: KernelLaunch, parts: int, rounds: bool = True) -> Schedule:
+    """A `launch` whose last buffer is the result; or else it leaves several parts of sums in the workspace, which another launch adds.
+
+    One that never `rounds` leaves sums of 16-bit arrays there even if they are not cut.
+    """
+    if parts == 1 and (rounds or problem.itemsize > 2):
+        return Schedule.plain([[launch]])
+    size = accumulator_bytes(problem) * parts * math.prod(problem.result_shape)
+    product = replace(launch, buffers=(*launch.buffers[:-1], WORKSPACE))
+    return Schedule.plain([[product], [reduce_launch(problem, parts, WORKSPACE)]], size)
 
 
 def reduce_two(first: KernelLaunch, second: KernelLaunch) -> KernelLaunch | None:
@@ -67,10 +75,12 @@ def _lanes(split: int) -> int:
 
 def variants(device: Device) -> Iterator[VariantSet]:
     """A text of direct/reduce.cu for each type."""
-    yield VariantSet("direct_reduce", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "THREADS": (THREADS,)})
+    yield VariantSet("direct_reduce", portable_choices(THREADS))
 
 
-def time(size: int, split: int, nbytes: int, multiprocessors: int) -> float:
-    """Microseconds of adding parts of `size` sums of `nbytes`: the launch, a thread's waits, and writing and reading the parts."""
-    run = ceil(split, _lanes(split))
-    return COST.BEGIN + COST.WAIT * ceil(run, 8) + spread(2 * split * size * nbytes / COST.MEMORY, multiprocessors)
+def time(problem: ConvProblem, split: int, device: Device, rounds: bool = True) -> float:
+    """Microseconds of what :func:`in_parts` adds: the launch, a thread's waits, and writing and reading the parts."""
+    if split == 1 and (rounds or problem.itemsize > 2):
+        return 0.0
+    run, nbytes = ceil(split, _lanes(split)), math.prod(problem.result_shape) * accumulator_bytes(problem)
+    return float(COST.BEGIN + COST.WAIT * ceil(run, 8) + spread(2 * split * nbytes / COST.MEMORY, device.multiprocessors))

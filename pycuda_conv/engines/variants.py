@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from pycuda_conv.problem import DTYPE_CODES
 from pycuda_conv.runtime.base import KernelLaunch, source_of
 
 FLAG = (0, 1)
@@ -17,6 +18,16 @@ def fixed(tile: Any, *but: str) -> dict[str, tuple[int, ...]]:
     """The defines of a tile, a dataclass or a mapping, as choices of one value each, `but` for some names."""
     values = tile if isinstance(tile, Mapping) else vars(tile)
     return {name: (value,) for name, value in values.items() if name not in but}
+
+
+def portable(dtype: str, big: bool, threads: int) -> dict[str, int]:
+    """The defines of every kernel in the portable dialect. With `big` it counts in 64 bits."""
+    return {"DTYPE": DTYPE_CODES[dtype], "INDEX_64": int(big), "THREADS": threads}
+
+
+def portable_choices(*threads: int) -> dict[str, tuple[int, ...]]:
+    """All of their values."""
+    return {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "THREADS": threads}
 
 
 @dataclass(frozen=True)

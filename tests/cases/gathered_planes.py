@@ -16,7 +16,7 @@ SHAPES = [
     fprop((2, 8, 25), (72, 8, 1), padding=2), dgrad((2, 136, 3, 5, 2), (136, 200, 1, 1, 1)), fprop((1, 264, 3, 5, 6), (24, 264, 1, 1, 1), stride=(2, 1, 2)),
     dgrad((2, 16, 4, 5), (16, 24, 1, 1), stride=2, padding=1), dgrad((1, 8, 3, 4), (8, 72, 1, 1), stride=(2, 3)), dgrad((1, 24, 2, 3, 2), (24, 8, 1, 1, 1), stride=(1, 2, 3)),
 ]  # fmt: skip
-EVERY = [gp._max_stages_of(*tile, *share) for tile, shares in gp.TILES.items() for share in shares]
+EVERY = gp.DEEPEST
 TILES = [replace(config, STAGES=stages) for config, stages in zip(EVERY, (8, 3, 4, 4, 2, 3, 6, 4, 4, 3), strict=True)]
 LARGE = [fprop((9, 192, 27, 27), (256, 192, 1, 1)), dgrad((9, 320, 14, 14), (320, 136, 1, 1)), fprop((3, 136, 31, 31), (96, 136, 1, 1), stride=2)]
 #: Whose pixels are loaded by pairs.

@@ -12,7 +12,7 @@ from reference import dgrad, fprop
 
 from cases import Broken, Cases, Layers
 from pycuda_conv.engines.addressing import packing
-from pycuda_conv.engines.hopper import gemm
+from pycuda_conv.engines.hopper import gemm, gemm_launches
 from pycuda_conv.engines.hopper.gemm import ImplicitGemm
 
 #: A tile for each mode: both numbers of rows, splits, and few pixels, so that small problems have many tiles.
@@ -71,7 +71,7 @@ NOTING = [
     ) for mode in TILES if mode in MODES
 ]  # fmt: skip
 NOTING += [run for run in PINGPONG if run[2].SPLIT == 1 and not run[0].transposed][::2]
-NOTED = [run for run in NOTING if gemm._moments(asked(*run[:2]), run[2])]
+NOTED = [run for run in NOTING if gemm_launches._moments(asked(*run[:2]), run[2])]
 
 #: Filters whose output channels are last; the other widths of tiles.
 TURNED = [
@@ -162,7 +162,7 @@ COMPILED = [
 ]  # fmt: skip
 #: Beside a residual three products leave room for fewer pixels.
 FINISHED = [(problem := replace(asked(case, mode), has_scale=True, has_residual=True, activation="relu"), narrower(problem, config)) for case, mode, config in COMPILED]
-MOMENTS = [(asked(*run[:2]), run[2], True) for run in COMPILED if run[0].options.get("groups", 1) == 1 and "p16" not in run[1] and gemm._moments(asked(*run[:2]), run[2])]
+MOMENTS = [(asked(*run[:2]), run[2], True) for run in COMPILED if run[0].options.get("groups", 1) == 1 and "p16" not in run[1] and gemm_launches._moments(asked(*run[:2]), run[2])]
 
 AXES = fprop((2, 24, 5, 6, 10), (80, 24, 2, 3, 2), stride=(1, 2, 2), padding=((1, 0), (0, 2), (1, 1)), dilation=(2, 1, 2))
 PHASED = dgrad((2, 48, 3, 4, 5), (48, 40, 3, 4, 3), stride=(2, 1, 2), padding=(2, 2, 0), groups=2)

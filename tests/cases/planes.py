@@ -17,7 +17,7 @@ SHAPES = [
     fprop((5, 264, 8, 9), (20, 264, 1, 1)), dgrad((1, 72, 15, 24), (72, 208, 1, 1)),
 ]  # fmt: skip
 LARGE = [fprop((9, 192, 28, 28), (256, 192, 1, 1)), dgrad((9, 320, 40, 40), (320, 136, 1, 1))]
-WIDEST = [planes._max_stages_of(*tile) for tile in planes.TILES]
+WIDEST = planes.DEEPEST
 TILES = [replace(config, STAGES=min(stages, config.STAGES)) for config, stages in zip(WIDEST, (2, 3, 5, 3, 2, 2), strict=True)]
 BASE = SHAPES[0]
 

@@ -6,7 +6,7 @@ from modes import MODES, asked, dtype_of
 
 from cases import Broken, Cases, Layers
 from pycuda_conv.engines.hopper import wgrad
-from pycuda_conv.engines.hopper.wgrad import WgradNhwc
+from pycuda_conv.engines.hopper.wgrad_form import WgradNhwc, max_stages
 
 KINDS = [mode for mode in ("fp16 last", "bf16 last", "tf32 last") if mode in MODES]
 HALVES = KINDS[:-1]
@@ -98,7 +98,7 @@ def on_gpu():
         for case in PADDED:
             yield from tiles(case, mode, slice(2, 6))
         yield from ((case, mode, flipped(size, i + more)) for i, case in enumerate(FEW) for more in (0, 1))
-        yield from ((LARGE, mode, WgradNhwc(rows, widths[-1], wgrad._max_stages(rows, widths[-1], size), split)) for rows, widths in wgrad.TILES[size].items() for split in (1, 2, 9))
+        yield from ((LARGE, mode, WgradNhwc(rows, widths[-1], max_stages(rows, widths[-1], size), split)) for rows, widths in wgrad.TILES[size].items() for split in (1, 2, 9))
     yield from ((case, mode, config) for case in PLANES for mode in KINDS for config in CONFIGS_PLANES)
 
 
@@ -108,8 +108,8 @@ def compiled():
         for rows, columns in ((rows, columns) for rows, widths in wgrad.TILES[size].items() for columns in widths):
             widest = columns == wgrad.TILES[size][rows][-1]
             turned = widest and columns in wgrad.FLIPPED_TILES[size].get(rows, ())
-            yield from ((asked(BASE, mode), WgradNhwc(rows, columns, wgrad._max_stages(rows, columns, size), 2, turned)) for mode in modes[: None if widest else 1])
-    yield from ((asked(BASE, "fp32 last"), WgradNhwc(rows, 64, wgrad._max_stages(rows, 64, 8), 2)) for rows in wgrad.TILES[8])
+            yield from ((asked(BASE, mode), WgradNhwc(rows, columns, max_stages(rows, columns, size), 2, turned)) for mode in modes[: None if widest else 1])
+    yield from ((asked(BASE, "fp32 last"), WgradNhwc(rows, 64, max_stages(rows, 64, 8), 2)) for rows in wgrad.TILES[8])
 
 
 CASES = Cases(

@@ -8,14 +8,15 @@ pixels that it shows. A result of integers is rounded behind the other engine.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
 
 from pycuda_conv.engines import registry
-from pycuda_conv.engines.base import LAST_RESORT, Config, ConvProblem, Device, KernelLaunch, VariantSet
-from pycuda_conv.engines.compose.delegate import Around, Delegating, delegate_of, moved, parsed
+from pycuda_conv.engines.base import LAST_RESORT, Config, ConvProblem, Device
+from pycuda_conv.engines.compose.delegate import Around, Delegating, delegate_of, parsed, wrapped
 from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.layout import border_copy
+from pycuda_conv.engines.layout.border_copy import MOST_VARIANTS, variants
 from pycuda_conv.engines.limits import Takes, Tiles
 from pycuda_conv.engines.schedule import INPUT, RESULT, WORKSPACE, Arena, Buffer, Schedule
 
@@ -25,7 +26,8 @@ class Bordered(Delegating):
     """The configuration for the image with its border, as text."""
 
 
-CONFIGS, LAYOUTS, TENSOR_CORES, MOST_VARIANTS = (Bordered,), ("NCHW", "NHWC", "CNHW", "CHWN"), True, border_copy.MOST_VARIANTS
+__all__ = ["MOST_VARIANTS", "variants"]  # with what stands here: the engine
+CONFIGS, LAYOUTS, TENSOR_CORES = (Bordered,), ("NCHW", "NHWC", "CNHW", "CHWN"), True
 COST = costs("compose.bordered")
 
 
@@ -72,7 +74,6 @@ def _copies(problem: ConvProblem, delegate: Config | None) -> bool:
 
 
 def schedule(problem: ConvProblem, config: Bordered, device: Device, with_moments: bool = False) -> Schedule:
-    """The launches of `config`, which can run `problem`; they note no moments."""
     delegate, padded, scratch = delegate_of(config), _padded(problem), Arena(WORKSPACE)
     made = registry.schedule(padded, delegate, device, source=problem if registry.adds_border(problem, delegate) else None)
     places: dict[Buffer, tuple[int, int]] = {}
@@ -91,13 +92,7 @@ def schedule(problem: ConvProblem, config: Bordered, device: Device, with_moment
     if problem.result_dtype:
         last.append(border_copy.round_to(problem, exact))
     places[WORKSPACE] = scratch.take(made.workspace_bytes)
-
-    def around(steps: list[list[KernelLaunch]]) -> list[list[KernelLaunch]]:
-        return [*([launch] for launch in first), *moved(steps, places), *([launch] for launch in last)]
-
-    redoes, last_form = made.redoes and RESULT not in places, made.filter_last and around(made.filter_last)
-    steps, whole = around(made.steps), around(made.whole)
-    return Schedule(moved(made.prepare, places), steps, whole, scratch.used, made.filter_bytes, redoes, filter_last=last_form)
+    return replace(wrapped(made, places, scratch.used, first, last), redoes=made.redoes and RESULT not in places)
 
 
 def sum_order(problem: ConvProblem, config: Bordered) -> Hashable:
@@ -105,11 +100,6 @@ def sum_order(problem: ConvProblem, config: Bordered) -> Hashable:
     delegate = parsed(config.DELEGATE)
     # a kernel that reads the border may cut a row elsewhere
     return AROUND.sum_order(problem, config), delegate is not None and registry.adds_border(problem, delegate)
-
-
-def variants(device: Device) -> Iterator[VariantSet]:
-    """A text for each type."""
-    yield from border_copy.variants(device)
 
 
 SEVERAL = 24  # predictions among which there may be one that needs no copy

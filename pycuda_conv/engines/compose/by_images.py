@@ -13,7 +13,7 @@ from functools import cache, partial
 from typing import Any
 
 from pycuda_conv.engines import registry
-from pycuda_conv.engines.base import ConvProblem, Device, VariantSet
+from pycuda_conv.engines.base import ConvProblem, Device
 from pycuda_conv.engines.compose.delegate import Around, Delegating, delegate_of, moved
 from pycuda_conv.engines.geometry import ceil
 from pycuda_conv.engines.limits import CUDA, NOT_EMPTY, Takes, Tiles
@@ -33,7 +33,6 @@ class ByImages(Delegating):
 
 
 CONFIGS, LAYOUTS, RUNS_ON, TENSOR_CORES, IN_PARTS = (ByImages,), ("NCHW", "NHWC"), CUDA, True, True
-MOST_VARIANTS: dict[str, int] = {"cuda": 0}
 
 
 def _elements(problem: ConvProblem) -> tuple[int, int]:
@@ -103,7 +102,6 @@ LEGAL = Tiles(
 
 
 def schedule(problem: ConvProblem, config: ByImages, device: Device, with_moments: bool = False) -> Schedule:
-    """The launches of `config`, which can run `problem`; they note no moments."""
     parts = [one for one in _parts(problem, config.IMAGES) if one]
     first, *last = (registry.schedule(one, delegate_of(config), device) for one in parts)
     made = [(start, first) for start in range(0, problem.N - problem.N % config.IMAGES, config.IMAGES)]
@@ -124,13 +122,7 @@ def schedule(problem: ConvProblem, config: ByImages, device: Device, with_moment
     )  # fmt: skip
 
 
-def variants(device: Device) -> Iterator[VariantSet]:
-    """None: its launches are other engines'."""
-    yield from ()
-
-
 def time(problem: ConvProblem, config: ByImages, device: Device) -> float | None:
-    """The microseconds of all launches."""
     return _around(config.IMAGES).time(problem, config, device)
 
 
@@ -140,7 +132,6 @@ def sum_order(problem: ConvProblem, config: ByImages) -> Hashable:
 
 
 def filter_key(problem: ConvProblem, config: ByImages) -> Hashable:
-    """That of the delegate."""
     return _around(config.IMAGES).filter_key(problem, config)
 
 

@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 
 from pycuda_conv.engines import registry
 from pycuda_conv.engines.base import Config, VariantSet, kernel_struct
-from pycuda_conv.engines.compose.delegate import Around, Delegating, delegate_of, moved
+from pycuda_conv.engines.compose.delegate import Around, Delegating, delegate_of, wrapped
 from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, outputs_apart, taps_apart
 from pycuda_conv.engines.limits import CUDA, NOT_EMPTY, Takes, Tiles
 from pycuda_conv.engines.schedule import FINISH, RESULT, WORKSPACE, Arena, Schedule
-from pycuda_conv.problem import DTYPE_CODES, ConvProblem
+from pycuda_conv.engines.variants import portable, portable_choices
+from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch
 
 THREADS = 256  # of a block of columns_add.cu
@@ -74,14 +75,11 @@ def schedule(problem: ConvProblem, config: Columns, device: Device, with_moments
     made = registry.schedule(product, delegate_of(config), device)
     columns = scratch.take(problem.itemsize * math.prod(product.result_shape))
     places = {RESULT: columns, WORKSPACE: scratch.take(made.workspace_bytes)}
-    prepare, steps = moved(made.prepare, places), moved(made.steps, places)
-    added = [[_launch(problem, columns, False)]]
-    last = None
+    whole = made.prepare + made.steps
+    found = wrapped(replace(made, whole=whole, filter_last=None), places, scratch.used, last=[_launch(problem, columns, False)])
     if problem.layout == "NHWC" and problem.groups == 1:  # the same columns with the product's channels in another order
-        last = [*prepare, *steps, [_launch(problem, columns, True)]]
-    return Schedule(
-        prepare, steps + added, prepare + steps + added, scratch.used, made.filter_bytes, made.redoes, filter_last=last
-    )
+        return replace(found, filter_last=[*found.whole[:-1], [_launch(problem, columns, True)]])
+    return found
 
 
 def _launch(problem: ConvProblem, columns: BufferSlice, filter_last: bool) -> KernelLaunch:
@@ -100,15 +98,12 @@ def _launch(problem: ConvProblem, columns: BufferSlice, filter_last: bool) -> Ke
         image=channels * taps * read, channel=channel, tap=tap, pixel=channels * taps if last else 1,
         **by_axis("", problem.output_size, "opq"), **by_axis("every_", taps_apart(problem)), **by_axis("back_", outputs_apart(problem)),
     )  # fmt: skip
-    defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": 0, "THREADS": THREADS, "CHANNELS": each}
-    buffers = columns, *FINISH, RESULT
+    defines, buffers = portable(problem.dtype, False, THREADS) | {"CHANNELS": each}, (columns, *FINISH, RESULT)
     return KernelLaunch("columns_add", defines, ceil(size, THREADS), THREADS, buffers, (), arguments=args)
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
-    """A text for each type and each number of channels."""
-    types = tuple(DTYPE_CODES.values())
-    yield VariantSet("columns_add", {"DTYPE": types, "INDEX_64": (0,), "THREADS": (THREADS,), "CHANNELS": CHANNELS})
+    yield VariantSet("columns_add", portable_choices(THREADS) | {"INDEX_64": (0,), "CHANNELS": CHANNELS})
 
 
 MOST_MET = 64  # the most taps that a pixel meets: with more there are many more columns than elements of the result

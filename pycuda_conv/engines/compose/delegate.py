@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from pycuda_conv.engines import registry
 from pycuda_conv.engines.base import LAST_RESORT, Config, ConvProblem, Engine, fastest
-from pycuda_conv.engines.schedule import Buffer
+from pycuda_conv.engines.schedule import Buffer, Schedule, placed
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch, TensorMap
 
 
@@ -137,6 +137,24 @@ class AroundOthers(Around):
         return fastest(found)
 
 
+def wrapped(
+    made: Schedule, places: Mapping[Buffer, tuple[int, int]], used: int, first: Sequence[KernelLaunch] = (),
+    last: Sequence[KernelLaunch] = (),
+) -> Schedule:
+    """The launches of `made` with some buffers at other `places`, behind the `first` and before the `last` ones, one after the other.
+
+    All together have `used` bytes of workspace.
+    """
+
+    def around(steps: list[list[KernelLaunch]]) -> list[list[KernelLaunch]]:
+        return [*([one] for one in first), *moved(steps, places), *([one] for one in last)]
+
+    return replace(
+        made, prepare=moved(made.prepare, places), steps=around(made.steps), whole=around(made.whole), workspace_bytes=used, moments=None,
+        filter_last=made.filter_last and around(made.filter_last),
+    )  # fmt: skip
+
+
 def moved(steps: list[list[KernelLaunch]], places: Mapping[Buffer, tuple[int, int]]) -> list[list[KernelLaunch]]:
     """The launches with some buffers moved to other places."""
 
@@ -145,7 +163,7 @@ def moved(steps: list[list[KernelLaunch]], places: Mapping[Buffer, tuple[int, in
         return to, start + offset
 
     def of_buffer(one: BufferSlice) -> BufferSlice:
-        at, offset = place(*one) if isinstance(one, tuple) else place(one, 0)
+        at, offset = place(*placed(one))
         return (at, offset) if offset else at
 
     def of_map(one: TensorMap) -> TensorMap:

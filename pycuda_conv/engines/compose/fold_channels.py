@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 from pycuda_conv.engines import registry
-from pycuda_conv.engines.base import Config, ConvProblem, Engine, VariantSet, costs
+from pycuda_conv.engines.base import Config, ConvProblem, Engine, costs
 from pycuda_conv.engines.compose.delegate import AroundOthers, Delegating, delegate_of, moved
 from pycuda_conv.engines.geometry import ceil
 from pycuda_conv.engines.layout.fold_channels import WORD, launch, zeros_behind
@@ -26,7 +26,7 @@ class Filled(Delegating):
     DELEGATE: str = "DenseNhwc()"
 
 
-CONFIGS, LAYOUTS, RUNS_ON, TENSOR_CORES, MOST_VARIANTS = (Filled,), ("NHWC",), HOPPER, True, {"cuda": 0}
+CONFIGS, LAYOUTS, RUNS_ON, TENSOR_CORES = (Filled,), ("NHWC",), HOPPER, True  # hopper/wgrad.py lists the texts of the copies
 COST = costs("compose.fold_channels")
 
 
@@ -83,11 +83,6 @@ def schedule(problem: ConvProblem, config: Filled, device: Device, with_moments:
     if made.filter_last is not None:
         last = [[fill_images, _filter_copy(problem, filters, True)], *steps(made.filter_last, filters, packed)]
     return Schedule(prepare, images_alone, whole, scratch.used, kept.used, made.redoes, made.moments, last)
-
-
-def variants(device: Device) -> Iterator[VariantSet]:
-    """None of its own: ``hopper/wgrad.py`` lists those of the copies."""
-    yield from ()
 
 
 def _copying(problem: ConvProblem, delegate: Config, device: Device) -> float:

@@ -47,7 +47,6 @@ LEGAL = Tiles(TAKES, Rims, lambda problem, config: AROUND.fits(problem, config))
 
 
 def schedule(problem: ConvProblem, config: Rims, device: Device, with_moments: bool = False) -> Schedule:
-    """The launches of `config`, which can run `problem`; they note no moments."""
     made, kept = registry.schedule(_among_zeros(problem), delegate_of(config), device), Arena(PACKED)
     kept.take(made.filter_bytes)
     place = kept.take(problem.itemsize * math.prod(problem.weight_shape)) if rims.transposes(problem, device) else None

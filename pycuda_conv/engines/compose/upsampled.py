@@ -8,14 +8,15 @@ filter: a bound plan keeps them. Not folded, the image is enlarged (``cu/layout/
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 from pycuda_conv.engines import registry
-from pycuda_conv.engines.base import Config, ConvProblem, Device, KernelLaunch, VariantSet
-from pycuda_conv.engines.compose.delegate import Around, Delegating, delegate_of, moved, parsed
+from pycuda_conv.engines.base import Config, ConvProblem, Device, KernelLaunch
+from pycuda_conv.engines.compose.delegate import Around, Delegating, delegate_of, moved, parsed, wrapped
 from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.layout import border_copy, enlarge
+from pycuda_conv.engines.layout.enlarge import MOST_VARIANTS, variants
 from pycuda_conv.engines.limits import Takes, Tiles
 from pycuda_conv.engines.schedule import INPUT, PACKED, WEIGHT, WORKSPACE, Arena, Buffer, Schedule
 
@@ -25,7 +26,8 @@ class Upsampled(Delegating):
     """The configuration for what is left when the filter is folded, or the image enlarged, as text."""
 
 
-CONFIGS, LAYOUTS, TENSOR_CORES, MOST_VARIANTS = (Upsampled,), ("NCHW", "NHWC"), True, enlarge.MOST_VARIANTS
+__all__ = ["MOST_VARIANTS", "variants"]  # with what stands here: the engine
+CONFIGS, LAYOUTS, TENSOR_CORES = (Upsampled,), ("NCHW", "NHWC"), True
 COST = costs("compose.upsampled")
 
 
@@ -63,20 +65,17 @@ def schedule(problem: ConvProblem, config: Upsampled, device: Device, with_momen
     left, scratch = _left(problem), Arena(WORKSPACE)
     made = registry.schedule(left, delegate_of(config), device)
     places: dict[Buffer, tuple[int, int]] = {}
-    first: list[list[KernelLaunch]] = []
+    copies: list[KernelLaunch] = []
     if not problem.folded:
         places[INPUT] = scratch.take(problem.input_itemsize * math.prod((left.N, left.C, *left.input_size)))
-        first = [[enlarge.enlarge(problem, places[INPUT])]] if math.prod(problem.input_shape) else []
+        copies = [enlarge.enlarge(problem, places[INPUT])] if math.prod(problem.input_shape) else []
     elif _frames(problem):
         framed = problem.framed
         places[INPUT] = scratch.take(problem.itemsize * math.prod(framed.padded.input_shape))
-        first = [[border_copy.copy(framed, places[INPUT], device)]] if math.prod(problem.input_shape) else []
+        copies = [border_copy.copy(framed, places[INPUT], device)] if math.prod(problem.input_shape) else []
     places[WORKSPACE] = scratch.take(made.workspace_bytes)
     if not problem.folded:
-        steps, whole = first + moved(made.steps, places), first + moved(made.whole, places)
-        last = made.filter_last and first + moved(made.filter_last, places)
-        prepare = moved(made.prepare, places)
-        return Schedule(prepare, steps, whole, scratch.used, made.filter_bytes, made.redoes, filter_last=last)
+        return wrapped(made, places, scratch.used, copies)
     # the sums lie where the packed filter does, behind what the other engine packs of them; on OpenCL nothing is kept
     kept = device.backend != "opencl"
     keeps = Arena(PACKED) if kept else scratch
@@ -85,7 +84,7 @@ def schedule(problem: ConvProblem, config: Upsampled, device: Device, with_momen
     places[WEIGHT] = keeps.take(problem.itemsize * math.prod(left.weight_shape))
     reads_last = bool(made.prepare) and made.filter_last is not None and _count(made.filter_last) < _count(made.whole)
     packs = [] if reads_last else moved(made.prepare, places)
-    steps = first + moved((made.filter_last if reads_last else made.steps) or [], places)
+    steps = [*([copy] for copy in copies), *moved((made.filter_last if reads_last else made.steps) or [], places)]
 
     def sums(given_last: bool) -> list[list[KernelLaunch]]:
         return [[enlarge.sum_taps(problem, given_last, reads_last, places[WEIGHT])]] if math.prod(left.weight_shape) else []
@@ -108,11 +107,6 @@ def filter_key(problem: ConvProblem, config: Upsampled) -> Hashable:
         return key
     folding = problem.upsample, problem.empty_taps, problem.groups, problem.K, problem.C, problem.filter_size, problem.dtype
     return config.DELEGATE, key, folding
-
-
-def variants(device: Device) -> Iterator[VariantSet]:
-    """Those of both kernels."""
-    yield from enlarge.variants()
 
 
 def _overhead_us(problem: ConvProblem, delegate: Config, device: Device) -> float:

@@ -143,12 +143,9 @@ class _Transposition:
 
 
 def _together(first: KernelLaunch, second: KernelLaunch) -> KernelLaunch:
-    """Two of these launches as one."""
-    both = cast(Any, first.arguments), cast(Any, second.arguments)
-    return KernelLaunch(
-        "via_nhwc_two", first.defines, first.grid + second.grid, THREADS, first.buffers + second.buffers, (first.grid,), "via_nhwc",
-        arguments=both,
-    )  # fmt: skip
+    both, buffers = (cast(Any, first.arguments), cast(Any, second.arguments)), first.buffers + second.buffers
+    grid = first.grid + second.grid
+    return KernelLaunch("via_nhwc_two", first.defines, grid, THREADS, buffers, (first.grid,), "via_nhwc", arguments=both)
 
 
 def _read(problem: ConvProblem) -> list[_Transposition]:
@@ -227,23 +224,13 @@ def variants(device: Device) -> Iterator[VariantSet]:
 COST = costs("compose.via_nhwc")
 
 
-def _transposing(problem: ConvProblem) -> float:
-    """Microseconds of the transpositions."""
-    written = _written(problem)
-    return sum(one.time for one in (*_read(problem), *([written] if written else [])))
-
-
-def _packing(problem: ConvProblem) -> float:
-    """Microseconds to pack or transpose the filter: the models of channels-last engines assume that it lies as they need it."""
-    taps = math.prod(problem.filter_size)
-    if _of_filter(problem) or taps == 1:
-        return 0.0
-    return COST.FILTER + problem.itemsize * math.prod(problem.weight_shape) / COST.FILTER_BYTES
-
-
 def _overhead_us(problem: ConvProblem, delegate: Config, device: Device) -> float:
     """Microseconds beside those of the delegate's engine."""
-    us = _transposing(problem) + _packing(problem)
+    written = _written(problem)
+    us: float = sum(one.time for one in (*_read(problem), *([written] if written else [])))
+    if not (_of_filter(problem) or math.prod(problem.filter_size) == 1):
+        # to pack or transpose the filter: the models of channels-last engines assume that it lies as they need it
+        us += COST.FILTER + problem.itemsize * math.prod(problem.weight_shape) / COST.FILTER_BYTES
     # sums that are not split are written directly to their scattered taps
     if _of_filter(problem) and getattr(delegate, "SPLIT", 0) == 1 and math.prod(problem.output_size) > 1:
         us += COST.SCATTERED[problem.itemsize] * math.prod(problem.result_shape)

@@ -32,7 +32,7 @@ from pycuda_conv.engines.depthwise.nhwc_launch import (
     vector_choices,
     vector_of,
 )
-from pycuda_conv.engines.geometry import accumulator_bytes, ceil, goes_near, wraps
+from pycuda_conv.engines.geometry import ceil, goes_near, wraps
 from pycuda_conv.engines.limits import TWO_AXES, Takes, Tiles
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 
@@ -178,7 +178,6 @@ def choose(problem: ConvProblem, device: Device) -> tuple[float, Config] | None:
 
 
 def border_time(source: ConvProblem, config: Config) -> float:
-    """Microseconds that rings take longer for an image with a border."""
     return float(COST.BORDERED_RING * math.prod(source.input_shape))
 
 
@@ -196,7 +195,9 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[Config]:
         rings = best(_in_parts(problem, DepthwiseRing), 3) if _fits_ring(problem) and unsupported_by(DepthwiseRing, device) is None else []
         yield from sorted([*best(_gradients(problem, device), 1 if rings else 3), *rings], key=expected)
     else:
-        strips = best(_strips(problem), 2) if device.backend == "cuda" else []
+        _, p, q = problem.result_size
+        rows = _rows(p, problem.N * ceil(q, COLUMNS) * problem.K) if device.backend == "cuda" else []
+        strips = best((DepthwiseStrips(n) for n in rows if n >= min(p, LEAST_ROWS)), 2)
         alone = strips and vector_of(problem, Depthwise) == 1 and problem.itemsize < 8  # tiles of single channels have no text
         yield from sorted([*([] if alone else best(_tiles(problem, device), 3)), *strips], key=expected)
 
@@ -210,7 +211,9 @@ def _fitting(size: int, dgrad: bool) -> tuple[tuple[int, int], ...]:
 
 def _tiles(problem: ConvProblem, device: Device) -> Iterator[Config]:
     """Configurations of tiles, the best first."""
-    chunk, (_, p, q) = _chunk(problem), problem.result_size
+    (_, p, q), chunks = problem.result_size, [chunk for chunk in CHUNKS if chunk >= vector_of(problem, Depthwise)]
+    # few idle threads, and rather more channels
+    chunk = min(chunks, key=lambda chunk: (ceil(problem.K, chunk) * chunk * (1 + 2 / chunk), -chunk))
     fitting = _fitting(unrolled_by(problem, Depthwise), problem.direction == "dgrad" and not flipped(problem, Depthwise))
     if device.backend != "cuda":
         fitting = OPENCL_TILES
@@ -225,13 +228,6 @@ def _rows(p: int, lanes: int) -> list[int]:
     """Rows of strips that leave none much shorter than the others. `lanes` threads walk down a strip: few threads need more strips."""
     many = (strips for strips in (64, 128, 256) if p >= 8 * strips and 32 * lanes < FULL * MULTIPROCESSORS)
     return sorted({ceil(max(p, 1), strips) for strips in (1, 2, 3, 4, 6, 8, 12, 16, 32, *many)}, reverse=True)
-
-
-def _strips(problem: ConvProblem) -> Iterator[Config]:
-    """Configurations of strips, none lower than a tile."""
-    _, p, q = problem.result_size
-    lanes = problem.N * ceil(q, COLUMNS) * problem.K
-    yield from (DepthwiseStrips(rows) for rows in _rows(p, lanes) if rows >= min(p, LEAST_ROWS))
 
 
 def _gradients(problem: ConvProblem, device: Device) -> Iterator[Config]:
@@ -251,12 +247,6 @@ def _in_parts(problem: ConvProblem, kind: type[DepthwiseWgrad | DepthwiseRing], 
         rounds = partition_of(problem, kind(rows)).rounds
         parts = (ceil(rounds, each) for each in (1, 2, 3, 4, 6, 8) if rounds)
         yield from (kind(rows, count) for count in dict.fromkeys((*parts, *more)))
-
-
-def _chunk(problem: ConvProblem) -> int:
-    """Channels of a block: few idle threads, and rather more channels."""
-    fitting = [chunk for chunk in CHUNKS if chunk >= vector_of(problem, Depthwise)]
-    return min(fitting, key=lambda chunk: (ceil(problem.K, chunk) * chunk * (1 + 2 / chunk), -chunk))
 
 
 COST = costs("depthwise.nhwc")
@@ -300,9 +290,7 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float:
     us = COST.OTHER_BEGIN + us / min(1.0, rounds) + work.steps * COST.OTHER_STEP
     if isinstance(config, DepthwiseStrips):
         us *= COST.FLOAT64_STRIPS
-    if isinstance(config, DepthwiseWgrad) and config.PARTS > 1:
-        us += split_sum.time(math.prod(problem.result_shape), config.PARTS, accumulator_bytes(problem), multiprocessors)
-    return us
+    return us + split_sum.time(problem, config.PARTS, device) if isinstance(config, DepthwiseWgrad) else us
 
 
 def _ring_time(problem: ConvProblem, config: DepthwiseRing, device: Device) -> float:
@@ -318,9 +306,7 @@ def _ring_time(problem: ConvProblem, config: DepthwiseRing, device: Device) -> f
     full, rest = divmod(ceil(blocks, device.multiprocessors), fit)
     busy = full * fit + (max(rest, COST.ALONE) if rest else 0)
     us = COST.RING_BEGIN + max(COST.ISSUED * busy * cycles / COST.CLOCK, problem.bytes / COST.RING_MEMORY)
-    if config.PARTS > 1 or problem.itemsize == 2:
-        us += split_sum.time(math.prod(problem.result_shape), config.PARTS, accumulator_bytes(problem), device.multiprocessors)
-    return us
+    return us + split_sum.time(problem, config.PARTS, device, rounds=False)
 
 
 FEW_TAPS = 4  # wgrad's pixels take at least as long as so many taps: 1x1x1 filters took 45 us on an H100, 9 by their multiplications

@@ -13,9 +13,9 @@ from typing import Any, ClassVar, NamedTuple
 
 from pycuda_conv.engines import split_sum
 from pycuda_conv.engines.base import Config, Device, KernelLaunch, kernel_struct
-from pycuda_conv.engines.geometry import accumulator_bytes, arguments, border_numbers, ceil, needs_64_bits
+from pycuda_conv.engines.geometry import arguments, border_numbers, ceil, needs_64_bits
 from pycuda_conv.engines.limits import AMPERE, Devices
-from pycuda_conv.engines.schedule import INPUT, OPERANDS, RESULT, WEIGHT, WORKSPACE, Schedule, finish_constants
+from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, Schedule, finishing
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 
 
@@ -188,15 +188,13 @@ def adds_border(source: ConvProblem, problem: ConvProblem, config: Config) -> bo
 def schedule(
     problem: ConvProblem, config: Config, device: Device, with_moments: bool = False, source: ConvProblem | None = None
 ) -> Schedule:
-    filter_size, size = unrolled_by(problem, type(config)), math.prod(problem.result_shape)
+    filter_size, size, of_gradient = unrolled_by(problem, type(config)), math.prod(problem.result_shape), (INPUT, WEIGHT, RESULT)
     if isinstance(config, DepthwiseRing):
         defines = {"TYPE": DTYPE_CODES[problem.dtype], "TAPS": filter_size, "STRIDE": problem.dilation[1]}
-        whole = config.PARTS == 1 and problem.itemsize == 4  # other sums are rounded by the launch that adds parts
-        buffers: tuple[int, ...] = INPUT, WEIGHT, RESULT if whole else WORKSPACE
         args: Any = _ring_arguments(source or problem, config)
         defines |= {} if source is None else {"BORDERED": 1}
-        launch = KernelLaunch("depthwise_nhwc_wgrad_ring", defines, grid_of(problem, config), THREADS, buffers, (), arguments=args)
-        return Schedule.plain([[launch]]) if whole else split_sum.in_parts(problem, launch, config.PARTS)
+        launch = KernelLaunch("depthwise_nhwc_wgrad_ring", defines, grid_of(problem, config), THREADS, of_gradient, (), arguments=args)
+        return split_sum.in_parts(problem, launch, config.PARTS, rounds=False)
     defines = {"DTYPE": DTYPE_CODES[problem.dtype], "V": vector_of(problem, type(config)), "INDEX_64": int(needs_64_bits(problem))}
     if isinstance(config, DepthwiseWgrad):
         parts = config.PARTS
@@ -204,11 +202,9 @@ def schedule(
         defines |= {"INDEX_64": int(needs_64_bits(problem) or parts * size >= 2**31), "TAPS_R": taps_r, "TAPS_S": taps_s}
         if filter_size:
             defines["STRIDE"] = problem.dilation[1]
-        buffers = INPUT, WEIGHT, RESULT if parts == 1 else WORKSPACE
         args = _wgrad_arguments(problem, config)
-        launch = KernelLaunch("depthwise_nhwc_wgrad", defines, grid_of(problem, config), THREADS, buffers, (), arguments=args)
-        return Schedule.plain([[launch]]) if parts == 1 else split_sum.in_parts(problem, launch, parts, accumulator_bytes(problem))
-    buffers = OPERANDS
+        launch = KernelLaunch("depthwise_nhwc_wgrad", defines, grid_of(problem, config), THREADS, of_gradient, (), arguments=args)
+        return split_sum.in_parts(problem, launch, parts)
     if filter_size:
         defines |= {"R": filter_size, "S": filter_size, "STRIDE": problem.stride[1]}
     if isinstance(config, DepthwiseStrips):
@@ -219,8 +215,7 @@ def schedule(
         kernel, args = "depthwise_nhwc", _tile_arguments(problem, config)
         dgrad = problem.direction == "dgrad" and not flipped(problem, Depthwise)
         defines |= {"TILE_P": config.TILE_P, "TILE_Q": config.TILE_Q, "DGRAD": int(dgrad)}
-    layer = finish_constants(args)
-    return Schedule.plain([[KernelLaunch(kernel, defines, grid_of(problem, config), THREADS, buffers, (), arguments=args, layer=layer)]])
+    return Schedule.plain([[finishing(kernel, defines, grid_of(problem, config), THREADS, args)]])
 
 
 def _tile_arguments(problem: ConvProblem, config: Depthwise) -> Any:
@@ -241,15 +236,9 @@ def _tile_arguments(problem: ConvProblem, config: Depthwise) -> Any:
 def _strips_arguments(problem: ConvProblem, config: DepthwiseStrips) -> Any:
     pad_h, pad_w = _padding(problem, DepthwiseStrips)
     return arguments(
-        DepthwiseStripsArguments, problem, partition_of(problem, config), rows=config.ROWS, pad_h=pad_h, pad_w=pad_w,
-        flip=int(flipped(problem, DepthwiseStrips)), **_near_numbers(problem),
+        DepthwiseStripsArguments, problem, partition_of(problem, config), border_numbers(problem, "hw"), rows=config.ROWS, pad_h=pad_h,
+        pad_w=pad_w, flip=int(flipped(problem, DepthwiseStrips)),
     )  # fmt: skip
-
-
-def _near_numbers(problem: ConvProblem) -> dict[str, int]:
-    """Those of a border's numbers that tell what stands no further outside than the image's other end."""
-    names = "value", "bordered", *(f"{name}_{axis}" for name in ("near", "last_near", "step", "fills") for axis in "hw")
-    return {name: value for name, value in border_numbers(problem, "hw").items() if name in names}
 
 
 def _taps(problem: ConvProblem) -> tuple[int, int]:

@@ -13,11 +13,11 @@ from itertools import takewhile
 from types import SimpleNamespace
 from typing import Any
 
-from pycuda_conv.engines.base import FLAG, Config, ConvProblem, Device, KernelLaunch, VariantSet, kernel_struct
+from pycuda_conv.engines.base import FLAG, Config, ConvProblem, Device, VariantSet, kernel_struct
 from pycuda_conv.engines.costs import bytes_moved, costs, spread
 from pycuda_conv.engines.geometry import arguments, ceil
 from pycuda_conv.engines.limits import AMPERE, HALVES, NOT_EMPTY, TWO_AXES, Takes, Tiles
-from pycuda_conv.engines.schedule import OPERANDS, Schedule, check_shared, finish_constants, grid_refusal, shared_limit
+from pycuda_conv.engines.schedule import Schedule, check_shared, finishing, grid_refusal, shared_limit
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF
 
 WARPS = {"NCHW": 4, "NHWC": 8}  # warps of a block
@@ -187,7 +187,6 @@ def adds_border(source: ConvProblem, problem: ConvProblem, config: DepthwiseToep
 def schedule(
     problem: ConvProblem, config: DepthwiseToeplitz, device: Device, with_moments: bool = False, source: ConvProblem | None = None
 ) -> Schedule:
-    """The launch of `config`, which can run `problem`; it notes no moments. With `source` it reads its image."""
     problem = source or problem
     (_, h, w), (pad_h, pad_w) = problem.operand_size, _padding(problem)
     # the last column that a forward convolution reads, which may lie outside
@@ -206,14 +205,10 @@ def schedule(
         "LAST": int(problem.layout == "NHWC"), **({} if problem.border is None else {"BORDERED": 1}),
     }  # fmt: skip
     threads = 32 * WARPS[problem.layout]
-    launch = KernelLaunch(
-        "depthwise_toeplitz", defines, unit.blocks, threads, OPERANDS, (), shared=unit.shared, arguments=args, layer=finish_constants(args),
-    )
-    return Schedule.plain([[launch]])
+    return Schedule.plain([[finishing("depthwise_toeplitz", defines, unit.blocks, threads, args, shared=unit.shared)]])
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
-    """One text per type, stride, and number of steps that a row of the filter reaches."""
     for stride, steps in STEPS.items():
         choices = {"TYPE": (HALF, BFLOAT), "STRIDE": (stride,), "STEPS": steps, "LAST": FLAG}
         yield VariantSet("depthwise_toeplitz", choices | {"GRAD": (0,)})

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+from pycuda_conv.engines import split_sum
 from pycuda_conv.engines.base import BY_RULE, FLAG, LAST_RESORT, Config, Device, KernelLaunch, VariantSet, costs, fastest, kernel_struct
 from pycuda_conv.engines.costs import spread
 from pycuda_conv.engines.direct.configs import (
@@ -30,42 +31,22 @@ from pycuda_conv.engines.direct.configs import (
     parts_of_sum,
     result_pixels,
     split_of,
-    tile_stride,
     tiles_of,
     unrolled_dgrad,
 )
+from pycuda_conv.engines.direct.tile import adapts, has_place, tile_launch, tile_room, tile_time, tile_variants
 from pycuda_conv.engines.direct.wgrad import WGRAD, wgrad_config, wgrad_configs, wgrad_grid, wgrad_launch, wgrad_time, wgrad_variants
-from pycuda_conv.engines.geometry import (
-    NO_SIDES,
-    accumulator_bytes,
-    arguments,
-    border_numbers,
-    border_words,
-    by_axis,
-    ceil,
-    finish,
-    near_sides,
-    needs_64_bits,
-    outputs_apart,
-    taps_apart,
-    wraps,
-)
-from pycuda_conv.engines.layout import rims
+from pycuda_conv.engines.geometry import accumulator_bytes, arguments, by_axis, ceil, finish, needs_64_bits, outputs_apart, taps_apart
 from pycuda_conv.engines.limits import Takes, Tiles
-from pycuda_conv.engines.schedule import FINISH, INPUT, RESULT, STATIC_SHARED_BYTES, WEIGHT, WORKSPACE, Schedule
-from pycuda_conv.engines.split_sum import in_parts
-from pycuda_conv.engines.split_sum import time as reduce_time
-from pycuda_conv.engines.variants import fixed
+from pycuda_conv.engines.schedule import INPUT, OPERANDS, RESULT, STATIC_SHARED_BYTES, WEIGHT, Schedule
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 
-__all__ = ["CONFIGS"]  # with what stands here: the engine
+__all__ = ["CONFIGS", "adapts"]  # with what stands here: the engine
 
 #: Channels of a thread of direct/batched.cu and direct/dgrad.cu, the most first. OpenCL devices have fewer kernels to choose from. In
 #: direct/batched.cu one channel a thread would not be faster: a thread waits for memory as long with two.
 BLOCKS = {("cuda", "fprop"): (8, 4, 2), ("cuda", "dgrad"): (8, 4, 2, 1), ("opencl", "fprop"): (8, 2), ("opencl", "dgrad"): (8, 2)}
 DIRECT_SPLITS = (1, 2, 4, 8)  # SPLIT of direct/batched.cu and direct/dgrad.cu
-#: What the types of integers hold that ``direct/tile.cu`` reads and writes.
-RANGES = {"uint8": (0, 255), "int8": (-128, 127), "uint16": (0, 65535), "int16": (-32768, 32767)}
 FEW = 1024  # results; for fewer the launch takes most of the time, and the smallest kernel wins
 WARP = 32  # pixels of a warp of direct/single.cu
 MOST_MACS = 2e9  # multiplications up to which sums may be split: beyond, matrix products are faster
@@ -73,45 +54,7 @@ LAYOUTS = "NCHW", "CNHW"
 MOST_VARIANTS = {"cuda": 278, "opencl": 122}
 
 
-def adapts(problem: ConvProblem) -> bool:
-    """Whether ``direct/tile.cu`` reads the image: with a border that is alike at both sides of an axis, and of integers of up to 16 bits.
-
-    Its result may be of the image's type then. Gradients by the input are those of :func:`shown`, and of gradients that wrap.
-    """
-    if problem.direction == "dgrad":
-        return shown(problem) or (_flips_planes(problem) and wraps(problem))
-    given, wanted = problem.input_dtype, problem.result_dtype
-    typed = not (given or wanted) or (problem.dtype == "float32" and given in RANGES and wanted in ("", given))
-    return typed and problem.direction == "fprop" and problem.layout == "NCHW" and border_words(problem) is not None
-
-
-def shown(problem: ConvProblem) -> bool:
-    """Whether ``direct/tile.cu`` adds what the border shows to a gradient by the input: all that a place gets lies in its pixel's tile."""
-    if problem.border is None or not _flips_planes(problem) or near_sides(problem) is None or max(map(len, rims.runs(problem))) > 2:
-        return False
-    axes = zip(problem.border, problem.padding_before, problem.padding_after, problem.dilation, problem.filter_size, strict=True)
-    for words, before, after, dilation, taps in axes:
-        reach = dilation * (taps - 1)
-        if before > reach or 2 * after > reach or ("circular" in words and before + after > 0):
-            return False
-    return True
-
-
-def _flips_planes(problem: ConvProblem) -> bool:
-    """Whether ``direct/tile.cu`` may compute a gradient by planes with a border."""
-    return flips(problem) and problem.layout == "NCHW" and not (problem.has_depth or problem.input_dtype or problem.result_dtype)
-
-
-def _has_place(problem: ConvProblem, config: Config) -> bool:
-    """Whether `config` takes a problem that is adapted. A first tile has to have all pixels that the places before the image show."""
-    if not isinstance(config, Tile) or not adapts(problem):
-        return False
-    _, rows, columns = problem.border_sizes[0]
-    return not shown(problem) or (rows < config.TILE_P and columns < config.TILE_Q)
-
-
 def _grid(problem: ConvProblem, config: Config) -> int:
-    """Blocks of the launch."""
     planes, pixels, (_, p, q) = problem.N * problem.K, result_pixels(problem), problem.result_size
     if isinstance(config, Single):
         return planes * ceil(p * q, config.THREADS)
@@ -126,7 +69,7 @@ def _grid(problem: ConvProblem, config: Config) -> int:
     return wgrad_grid(problem, config)
 
 
-_PLAIN = "it takes no such border, and no such integers", lambda p, config: not p.adapted or _has_place(p, config)
+_PLAIN = "it takes no such border, and no such integers", lambda p, config: not p.adapted or has_place(p, config)
 _PLANES = "it takes NCHW arrays", lambda p, _: p.layout == "NCHW"
 _FORWARD = "it computes forward convolutions", lambda p, _: p.direction == "fprop"
 _TRANSPOSED = "it computes transposed convolutions", lambda p, _: p.direction == "dgrad"
@@ -137,15 +80,9 @@ _ALONE = (
 
 
 def _shared(problem: ConvProblem, config: Any) -> int:
-    """Bytes of shared memory of a block."""
     taps = math.prod(problem.filter_size)
     of_block = config.BLOCK_K * config.BLOCK_C * taps if isinstance(config, Batched | Dgrad) else taps
-    return accumulator_bytes(problem) * (_tile_room(problem, config) if isinstance(config, Tile) else of_block)
-
-
-def _tile_room(problem: ConvProblem, config: Tile) -> int:
-    """Numbers in the shared memory of a block: the window, the filter, and what the border shows."""
-    return math.prod(problem.filter_size) + math.prod(config.halo(problem)) + shown(problem) * config.TILE_P * config.TILE_Q
+    return accumulator_bytes(problem) * (tile_room(problem, config) if isinstance(config, Tile) else of_block)
 
 
 TAKES, _ROOM = Takes(), (_shared, STATIC_SHARED_BYTES)
@@ -163,23 +100,9 @@ LEGAL = {
 
 
 SingleArguments = kernel_struct("direct_single", "SingleArguments")
-TileArguments = kernel_struct("direct_tile", "TileArguments")
+
 BatchedArguments = kernel_struct("direct_batched", "BatchedArguments")
 DgradArguments = kernel_struct("direct_dgrad", "DgradArguments")
-
-#: Members that depend on the batch and on sizes of images; all others are constants of a layer.
-_SIZES = {
-    SingleArguments: "tiles h w p q",
-    TileArguments: "tiles_p tiles_q h w p q value near_h last_near_h near_w last_near_w bias_h period_h high_h sign_h fills_h "
-    "bias_w period_w high_w sign_w fills_w in_shift least most side_h side_w last_side_h last_side_w first_h firsts_h last_h lasts_h "
-    "first_w firsts_w last_w lasts_w",
-    BatchedArguments: "n_pixels plane p q split run part_size d h w", DgradArguments: "n_pixels plane h w split run part_size o p q",
-}  # fmt: skip
-
-
-def _constants(problem: ConvProblem, args: Any) -> dict[str, int]:
-    """The constants of a layer."""
-    return layer_constants(problem, args, _SIZES[type(args)])
 
 
 def adds_border(source: ConvProblem, problem: ConvProblem, config: Config) -> bool:
@@ -191,7 +114,6 @@ BORDERED_TAP = 0.8e-6  # microseconds that a product of ``direct/wgrad.cu`` take
 
 
 def border_time(source: ConvProblem, config: Config) -> float:
-    """Microseconds that reading a border takes beside the time of the wider image's."""
     return BORDERED_TAP * source.macs
 
 
@@ -207,63 +129,17 @@ def schedule(
     defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(needs_64_bits(problem, parts if split > 1 else 0))} | defines
     if device.backend != "cuda" and "UNROLLED" in defines:  # unrolling gains nothing there
         defines = {name: defines[name] for name in ("DTYPE", "INDEX_64", "THREADS", "BLOCK_C")}
-    result = RESULT if split == 1 else WORKSPACE
-    buffers: tuple[int, ...] = (INPUT, WEIGHT, *FINISH, result)
-    if isinstance(config, Wgrad):
-        buffers = (INPUT, WEIGHT, result)
+    buffers = (INPUT, WEIGHT, RESULT) if isinstance(config, Wgrad) else OPERANDS
     shared = room * accumulator_bytes(problem)
     if room and device.backend != "cuda":
         defines["ROOM"], shared = STATIC_SHARED_BYTES // accumulator_bytes(problem), 0
     launch = KernelLaunch(kernel, defines, _grid(problem, config), threads, buffers, (), shared=shared, arguments=args, layer=layer)
-    return Schedule.plain([[launch]]) if split == 1 else in_parts(problem, launch, split, accumulator_bytes(problem))
+    return split_sum.in_parts(problem, launch, split)
 
 
 def _single(problem: ConvProblem, config: Single) -> Made:
     args = arguments(SingleArguments, problem, tiles=ceil(math.prod(problem.output_size), config.THREADS))
-    return {"THREADS": config.THREADS}, args, _constants(problem, args), math.prod(problem.filter_size)
-
-
-def _tile(problem: ConvProblem, config: Tile) -> Made:
-    (_, r, s), (_, p, q) = problem.filter_size, problem.result_size
-    (stride_h, stride_w), (_, dil_h, dil_w), (_, pad_h, pad_w) = tile_stride(problem), problem.dilation, problem.padding_before
-    flipped, apart_h, apart_w = problem.direction == "dgrad", 0, 0
-    if flipped:
-        pad_h, pad_w = dil_h * (r - 1) - pad_h, dil_w * (s - 1) - pad_w
-        apart_h, apart_w = problem.stride[1].bit_length() - 1, problem.stride[2].bit_length() - 1
-    tiles_p, tiles_q = ceil(p, config.TILE_P), ceil(q, config.TILE_Q)
-    args = arguments(
-        TileArguments, problem, tiles_p=tiles_p, tiles_q=tiles_q, pad_h=pad_h, pad_w=pad_w, stride_h=stride_h, stride_w=stride_w,
-        halo_w=config.halo(problem)[1], flipped=int(flipped), apart_h=apart_h, apart_w=apart_w, **_border(problem), **_of_integers(problem),
-    )  # fmt: skip
-    elements = _tile_room(problem, config)
-    layer = _constants(problem, args)
-    types = {"IN_BYTES": problem.input_itemsize, "OUT_BYTES": problem.result_itemsize if problem.result_dtype else 0}
-    defines = asdict(config) | (types if problem.input_dtype else {}) | ({"SHOWN": 1} if shown(problem) else {})
-    if config.TILE_P > 1 and r == s and r in (3, 5, 7) and stride_h == stride_w == dil_h == dil_w == 1:
-        names = "R", "S", "STRIDE_H", "STRIDE_W", "DIL_H", "DIL_W"
-        return defines | {name: layer[name] for name in names}, args, layer, elements
-    return defines, args, layer, elements
-
-
-def _border(problem: ConvProblem) -> dict[str, int]:
-    """The arguments for images with a border: where it is read, and in a gradient what it shows."""
-    shows = shown(problem)
-    read = replace(problem, border=None) if shows else problem
-    sides = (near_sides(problem) if shows else None) or NO_SIDES
-    numbers = border_numbers(read, "hw") | {name: value for name, value in sides.items() if not name.endswith("d")}
-    before, after = problem.border_sizes
-    numbers |= by_axis("before_", before[1:], "hw") | by_axis("after_", after[1:], "hw")
-    for axis, of_axis in zip("hw", rims.runs(problem)[1:] if shows else ((), ()), strict=True):
-        (first, firsts), (last, lasts) = [*of_axis, (0, 0), (0, 0)][:2]
-        numbers |= {f"first_{axis}": first, f"firsts_{axis}": firsts, f"last_{axis}": last, f"lasts_{axis}": lasts}
-    return numbers
-
-
-def _of_integers(problem: ConvProblem) -> dict[str, int]:
-    """The arguments for images and results of integers."""
-    least, most = RANGES.get(problem.result_dtype, (0, 0))
-    signed = problem.input_dtype.startswith("int")
-    return {"in_shift": 32 - 8 * problem.input_itemsize if signed else 0, "least": least, "most": most}
+    return {"THREADS": config.THREADS}, args, layer_constants(problem, args, "tiles h w p q"), math.prod(problem.filter_size)
 
 
 def _batched(problem: ConvProblem, config: Batched) -> Made:
@@ -278,7 +154,8 @@ def _batched(problem: ConvProblem, config: Batched) -> Made:
     defines = {"THREADS": config.THREADS, "BLOCK_K": config.BLOCK_K}
     fits = _flat(problem) and r == s == COMMON and elements * accumulator_bytes(problem) <= MOST_COMMON
     common = {"R": r, "S": s, "AXES": 2} if fits else {}
-    return defines | common, args, _constants(problem, args), elements
+    layer = layer_constants(problem, args, "n_pixels plane p q split run part_size d h w")
+    return defines | common, args, layer, elements
 
 
 def _flat(problem: ConvProblem) -> bool:
@@ -296,7 +173,8 @@ def _dgrad(problem: ConvProblem, config: Dgrad) -> Made:
         **by_axis("every_", taps_apart(problem)), **by_axis("back_", outputs_apart(problem)), **finish(problem, config.SPLIT > 1),
     )  # fmt: skip
     defines = {"THREADS": config.THREADS, "BLOCK_C": config.BLOCK_C} | _unrolled(problem, config)
-    return defines, args, _constants(problem, args), config.BLOCK_K * taps * config.BLOCK_C
+    layer = layer_constants(problem, args, "n_pixels plane h w split run part_size o p q")
+    return defines, args, layer, config.BLOCK_K * taps * config.BLOCK_C
 
 
 def _unrolled(problem: ConvProblem, config: Dgrad) -> dict[str, int]:
@@ -315,7 +193,7 @@ def _totals(code: int, sums: int) -> int:
 
 
 _KERNELS: dict[type, tuple[str, Callable[[ConvProblem, Any], Made]]] = {
-    Single: ("direct_single", _single), Tile: ("direct_tile", _tile), Batched: ("direct_batched", _batched),
+    Single: ("direct_single", _single), Tile: ("direct_tile", tile_launch), Batched: ("direct_batched", _batched),
     Dgrad: ("direct_dgrad", _dgrad), Wgrad: ("direct_wgrad", wgrad_launch),
 }  # fmt: skip
 
@@ -337,19 +215,7 @@ def variants(device: Device) -> Iterator[VariantSet]:
         room = {} if device.backend == "cuda" else {"ROOM": (STATIC_SHARED_BYTES // acc,)}
         common = {"DTYPE": (code,), "INDEX_64": FLAG}
         yield VariantSet("direct_single", common | room | {"THREADS": (128,)})
-        for tile in tiles_of(device):
-            forms: list[dict[str, tuple[int, ...]]] = [{}]
-            for taps in (3, 5, 7) if tile.TILE_P > 1 else ():
-                layer = {"R": taps, "S": taps, "STRIDE_H": 1, "STRIDE_W": 1, "DIL_H": 1, "DIL_W": 1}
-                if (taps * taps + (tile.TILE_P - 1 + taps) * (tile.TILE_Q - 1 + taps)) * acc <= STATIC_SHARED_BYTES:
-                    forms.append(fixed(layer))
-            for form in forms:
-                of_tile = common | room | fixed(tile) | form
-                yield VariantSet("direct_tile", of_tile)
-                yield VariantSet("direct_tile", of_tile | {"SHOWN": (1,)})
-                if code == DTYPE_CODES["float32"] and tile in INTEGER_TILES:
-                    integers = of_tile | _INTEGERS  # a result is of float32, or of those that are read
-                    yield VariantSet("direct_tile", integers, lambda d: d["OUT_BYTES"] in (0, d["IN_BYTES"]))
+        yield from tile_variants(code, acc, common | room, device)
         batched = common | room | {"THREADS": (128,), "BLOCK_K": BLOCKS[device.backend, "fprop"]}
         yield VariantSet("direct_batched", batched)
         yield VariantSet("direct_batched", batched | {"R": (COMMON,), "S": (COMMON,), "AXES": (2,)})
@@ -359,10 +225,6 @@ def variants(device: Device) -> Iterator[VariantSet]:
             unrolled = {"UNROLLED": (1,), "TOTALS": FLAG, "R": (COMMON,), "S": (COMMON,), "EVERY_H": (every,), "EVERY_W": (every,)}
             yield VariantSet("direct_dgrad", dgrad | unrolled, lambda d: d["TOTALS"] == _totals(d["DTYPE"], d["BLOCK_C"]))
         yield from wgrad_variants(code, acc, device)
-
-
-#: Bytes of images and results of integers.
-_INTEGERS: dict[str, tuple[int, ...]] = {"IN_BYTES": (1, 2), "OUT_BYTES": (0, 1, 2)}
 
 
 COST = costs("direct.direct")
@@ -376,26 +238,9 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
     direct/tile.cu takes its multiplications, overhang included, its loads, and its blocks; direct/single.cu the taps of its warps.
     """
     if isinstance(config, Tile):
-        _, p, q = problem.result_size
-        planes, taps = problem.N * problem.K, math.prod(problem.filter_size)
-        pixels = ceil(p, config.TILE_P) * config.TILE_P * ceil(q, config.TILE_Q) * config.TILE_Q
-        blocks = ceil(p, config.TILE_P) * ceil(q, config.TILE_Q)
-        multiplied = taps * (min(tile_stride(problem)[1], 2) if config.TILE_Q >= 32 else 1)  # a warp's lanes read every other bank
-        rate = COST.TWO_ROWS_TAPS if config.ROWS == 2 else COST.TILE_TAPS
-        of_plane = pixels * multiplied / rate + config.loads(problem) / COST.TILE_LOADS + blocks * COST.TILE_BLOCK
-        alone = taps * (COST.TILE_ALONE / problem.filter_size[2] + COST.TAP_ALONE[config.ROWS])
-        moved = problem.itemsize * (math.prod(problem.input_shape) + math.prod(problem.result_shape)) / COST.TILE_MEMORY
-        if problem.has_residual:
-            moved += problem.itemsize * math.prod(problem.result_shape) / COST.TILE_RESIDUAL
-        us = max(spread(max(planes * of_plane, moved), device.multiprocessors), alone)
-        if problem.border is not None:
-            at_edges = blocks - max(ceil(p, config.TILE_P) - 2, 0) * max(ceil(q, config.TILE_Q) - 2, 0)
-            outside = math.prod(problem.padded.input_size) - math.prod(problem.input_size)
-            shows = COST.SHOWN_TAP * taps * outside if shown(problem) else 0.0
-            us += spread(planes * (at_edges * config.TILE_Q * COST.TILE_EDGE + shows), device.multiprocessors)
-        return COST.TILE_START + us * (1.0 if problem.K == problem.C else 2.0)  # the results of a channel each read it again
+        return tile_time(problem, config, device)
     if isinstance(config, Wgrad):
-        return wgrad_time(problem, config, device.multiprocessors)
+        return wgrad_time(problem, config, device)
     if isinstance(config, Single):
         if math.prod(problem.result_shape) <= FEW:
             return None  # by rule
@@ -423,7 +268,7 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
         least, of_tap = (COST.DGRAD_WAIT, COST.DGRAD_TAP) if unrolled_dgrad(problem) else (COST.DGRAD_LEAST, of_tap)
         channel = max(least, of_tap * met)
     at_once = config.BLOCK_C if isinstance(config, Batched) else config.BLOCK_K
-    split, run, size = parts_of_sum(problem, config.SPLIT, read, at_once).values()
+    split, run, _ = parts_of_sum(problem, config.SPLIT, read, at_once).values()
     threads = result_pixels(problem) * problem.groups * ceil(written, block) * split
     channel += COST.STAGED * taps * block / config.THREADS  # a block brings that much of the filter to shared memory
     channels = min(run, read)
@@ -442,7 +287,7 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
         us = max(us, written_bytes / COST.DGRAD_WRITTEN)
     elif problem.has_residual and split == 1:
         us += written_bytes / COST.RESIDUAL_MEMORY
-    return us if split == 1 else us + reduce_time(size, split, accumulator_bytes(problem), device.multiprocessors)
+    return us + split_sum.time(problem, split, device)
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, Config] | None:

@@ -121,8 +121,7 @@ _OF_RECOMPUTE = ("n_blocks", "images", "followed", "with_moments", *(f"{side}_{a
 def _product(problem: ConvProblem, config: Gemm, phase: Phase, filter_last: bool) -> KernelLaunch:
     groups, split, size = problem.groups, config.SPLIT_K, math.prod(problem.result_shape)
     m, reduction = problem.result_channels // groups, problem.operand_channels // groups
-    taps, plane = math.prod(phase.taps), math.prod(phase.size)
-    gemm_k = reduction * taps
+    plane, gemm_k = math.prod(phase.size), reduction * math.prod(phase.taps)
     x, y = read_strides(problem), written_strides(problem)
     w_g, w_m, w_c = filter_strides(problem)
     tap_strides = row_major(problem.filter_size)
@@ -139,21 +138,17 @@ def _product(problem: ConvProblem, config: Gemm, phase: Phase, filter_last: bool
         **{name: value for name, value in asdict(config).items() if name != "SPLIT_K"},
         "A_VEC": 4 if a_vec else 1, "B_VEC": 4 if b_vec else 1, "RECOMPUTE": 0,
     }
-    _, p, q = phase.size
-    _, r, s = phase.taps
     _, origin, *steps = places(problem, phase)
-    m_tiles = ceil(m, config.BLOCK_M)
     args = arguments(
-        GemmArguments, problem, n_pixels=problem.N * plane, plane=plane, pq=p * q, p=p, q=q, m=m, m_tiles=m_tiles, gemm_k=gemm_k, taps=taps,
-        rs=r * s, r=r, s=s, split=split, split_steps=ceil(ceil(gemm_k, config.BLOCK_K), split),
-        **by_axis("stride_", phase.stride), **by_axis("pad_", phase.pad), **by_axis("dil_", phase.dilation),
+        GemmArguments, problem, phase, finish(problem, split > 1), n_pixels=problem.N * plane, m=m, m_tiles=ceil(m, config.BLOCK_M),
+        gemm_k=gemm_k, split=split, split_steps=ceil(ceil(gemm_k, config.BLOCK_K), split),
         **by_axis("x_", [n * x.pixel for n in row_major(problem.operand_size)]),
         w_base=sum(f * n for f, n in zip(phase.first, tap_strides, strict=True)), w_g=w_g, w_m=w_m, w_c=w_c,
         **by_axis("w_", [every * n for every, n in zip(phase.every, tap_strides, strict=True)], "trs"),
         y_base=origin * y.pixel, **by_axis("y_", [n * y.pixel for n in steps]),
         # the parts of split 16-bit sums are floats
         out_vec=int(fours and phase.step == (1, 1, 1) and not (split > 1 and problem.itemsize == 2)),
-        **finish(problem, split > 1), **dict.fromkeys(_OF_RECOMPUTE, 0),
+        **dict.fromkeys(_OF_RECOMPUTE, 0),
     )  # fmt: skip
     buffers = (INPUT, WEIGHT, *FINISH, RESULT if split == 1 else WORKSPACE)
     return KernelLaunch("direct_gemm", defines, _grid(problem, config, plane), config.threads, buffers, (), arguments=args)

@@ -10,13 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from pycuda_conv.engines import split_sum
 from pycuda_conv.engines.base import FLAG, Config, Device, KernelLaunch, VariantSet, fastest, kernel_struct
 from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.geometry import accumulator_bytes, arguments, by_axis, ceil, needs_64_bits
 from pycuda_conv.engines.limits import Takes, Tiles
-from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Schedule
-from pycuda_conv.engines.split_sum import in_parts
-from pycuda_conv.engines.split_sum import time as reduce_time
+from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, Schedule
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 
 
@@ -53,7 +52,6 @@ def _pixels(problem: ConvProblem) -> int:
 
 
 def _grid(problem: ConvProblem, config: PatchWgrad) -> int:
-    """Blocks of the launch."""
     m_tiles = ceil(problem.K // max(problem.groups, 1), config.BLOCK_M)
     return m_tiles * ceil(_columns(problem), config.BLOCK_N) * problem.groups * config.SLICES
 
@@ -70,10 +68,9 @@ def schedule(problem: ConvProblem, config: PatchWgrad, device: Device, with_mome
         "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "BLOCK_K": STEP, "THREAD_M": thread_m, "THREAD_N": thread_n,
         "CHANNELS_LAST": int(problem.layout == "CHWN"),
     }  # fmt: skip
-    buffers = INPUT, WEIGHT, RESULT if slices == 1 else WORKSPACE
     threads = config.BLOCK_M // thread_m * (config.BLOCK_N // thread_n)
-    launch = KernelLaunch("patch_wgrad", defines, _grid(problem, config), threads, buffers, (), arguments=args)
-    return Schedule.plain([[launch]]) if slices == 1 else in_parts(problem, launch, slices, accumulator_bytes(problem))
+    launch = KernelLaunch("patch_wgrad", defines, _grid(problem, config), threads, (INPUT, WEIGHT, RESULT), (), arguments=args)
+    return split_sum.in_parts(problem, launch, slices)
 
 
 def _arguments(problem: ConvProblem, config: PatchWgrad) -> Any:
@@ -122,9 +119,7 @@ def time(problem: ConvProblem, config: PatchWgrad, device: Device) -> float:
     us += accumulator_bytes(problem) * math.prod(problem.result_shape) / COST.STORED
     if problem.layout == "CHWN" and math.prod(problem.output_size) > 1:  # neighbouring sums belong to channels, whose filters lie apart
         us += spread(math.prod(problem.result_shape) * COST.SECTOR / COST.SCATTERED, multiprocessors)
-    if config.SLICES > 1:
-        us += reduce_time(math.prod(problem.result_shape), config.SLICES, accumulator_bytes(problem), multiprocessors)
-    return us
+    return us + split_sum.time(problem, config.SLICES, device)
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[PatchWgrad]:

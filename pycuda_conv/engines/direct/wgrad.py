@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from pycuda_conv.engines import split_sum
 from pycuda_conv.engines.base import FLAG, ConvProblem, Device, VariantSet, costs, kernel_struct
 from pycuda_conv.engines.direct.configs import Made, Wgrad, layer_constants
 from pycuda_conv.engines.geometry import accumulator_bytes, arguments, ceil
 from pycuda_conv.engines.limits import Takes, Tiles
 from pycuda_conv.engines.schedule import STATIC_SHARED_BYTES
-from pycuda_conv.engines.split_sum import time as reduce_time
 
 #: TAPS of a block for filters that are not :func:`_square`, by FILTERS of a block.
 WGRAD_TAPS: dict[str, dict[int, tuple[int, ...]]] = {"cuda": {1: (1, 9, 16), 4: (1, 3, 9, 16)}, "opencl": {1: (1, 9)}}
@@ -87,12 +87,12 @@ def wgrad_variants(code: int, acc: int, device: Device) -> Iterator[VariantSet]:
 COST = costs("direct.wgrad")
 
 
-def wgrad_time(problem: ConvProblem, config: Wgrad, multiprocessors: int) -> float:
+def wgrad_time(problem: ConvProblem, config: Wgrad, device: Device) -> float:
     """A thread waits for memory at each of its pixels; loads and multiplications keep a full multiprocessor busy."""
     filters, taps = config.FILTERS, config.TAPS
     fit = 16 if filters * taps <= 16 else 5 if filters * taps <= 40 else 3  # blocks that fit a multiprocessor by their registers
     step = COST.WAIT + fit / 16 * (COST.FILTER * filters + taps * (COST.TAP + COST.SUM * filters))
-    rounds = max(1.0, _blocks(problem, taps, filters) * config.SLICES / (fit * multiprocessors))
+    rounds = max(1.0, _blocks(problem, taps, filters) * config.SLICES / (fit * device.multiprocessors))
     ends, steps = COST.ENDS[min(filters, 2)], ceil(ceil(_summed_pixels(problem), config.SLICES), config.THREADS)
     us = COST.BEGIN + COST.MEASURED * rounds * (ends + steps * step)
     all_taps, across = math.prod(problem.output_size), problem.output_size[2]
@@ -102,14 +102,12 @@ def wgrad_time(problem: ConvProblem, config: Wgrad, multiprocessors: int) -> flo
         us *= COST.LONGER
     elif all_taps > across == 1 < problem.dilation[2]:  # a strided convolution: columns between its taps are loaded for nothing
         us *= COST.SKIPPING
-    if config.SLICES > 1:
-        us += reduce_time(math.prod(problem.result_shape), config.SLICES, accumulator_bytes(problem), multiprocessors)
-    return us
+    return us + split_sum.time(problem, config.SLICES, device)
 
 
 def wgrad_config(problem: ConvProblem, device: Device) -> Wgrad:
     """The best configuration of ``direct/wgrad.cu``."""
-    return min(wgrad_configs(problem, device), key=lambda config: wgrad_time(problem, config, device.multiprocessors))
+    return min(wgrad_configs(problem, device), key=lambda config: wgrad_time(problem, config, device))
 
 
 def wgrad_configs(problem: ConvProblem, device: Device) -> Iterator[Wgrad]:

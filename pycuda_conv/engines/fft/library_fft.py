@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 
-from pycuda_conv.engines.base import BY_RULE, FLAG, Config, VariantSet, kernel_struct
+from pycuda_conv.engines.base import BY_RULE, Config, VariantSet, kernel_struct
 from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_strides, needs_64_bits
 from pycuda_conv.engines.limits import NOT_EMPTY, Takes, Tiles
 from pycuda_conv.engines.schedule import INPUT, OPERANDS, WEIGHT, WORKSPACE, Arena, Schedule
-from pycuda_conv.problem import DTYPE_CODES, ConvProblem
+from pycuda_conv.engines.variants import portable, portable_choices
+from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, LibraryCall
 from pycuda_conv.runtime.transforms import Transforms, good_length
 from pycuda_conv.runtime.transforms.host import host_library
@@ -44,17 +45,18 @@ ACCURACY = {"float16": 2.0**-24, "bfloat16": 2.0**-24, "float32": 2.0**-24, "flo
 
 
 def unsupported(device: Device) -> str | None:
-    """Why there is no library for `device`, or None."""
     there = device.backend == "opencl" or bool(getattr(device, "transforms", ""))  # a host has numpy's
     return None if there else f"no library of Fourier transforms serves {device.name}"
 
 
-def _bytes(problem: ConvProblem, args: Transforms) -> int:
-    """Roughly the bytes that are held: the filter's spectrum, the padded image, blocks under way, sums."""
+def _too_large(problem: ConvProblem, config: LibraryFft) -> str | None:
+    """By what is held, roughly: the filter's spectrum, the padded image, blocks under way, sums."""
+    args = transforms(problem)
     filters = args.groups * args.written * args.read
     spectrum = 8 * math.prod(args.length)
     under_way = min(args.images * math.prod(args.blocks), 8) * 3 * spectrum * args.groups * max(args.read, args.written)
-    return (1 + args.magnitudes) * filters * spectrum + under_way + 8 * math.prod(args.sums_shape)
+    nbytes = (1 + args.magnitudes) * filters * spectrum + under_way + 8 * math.prod(args.sums_shape)
+    return f"its spectra and blocks take {nbytes:,} bytes; at most {MOST_BYTES:,} are taken" if nbytes > MOST_BYTES else None
 
 
 # ---- how it is made of transforms
@@ -77,9 +79,9 @@ def transforms(problem: ConvProblem) -> Transforms:
     reach = tuple(d * (r - 1) + 1 for r, d in zip(taps, dilation, strict=True))
     first = tuple(-p if forward else p - (r - 1) for p, r in zip(pad, reach, strict=True))
     wanted = tuple((n - 1) * s + 1 for n, s in zip(results, stride, strict=True))
-    filters = groups * written * read
+    filters, products = groups * written * read, float(problem.N * groups * read * written)
     whole = tuple(map(_whole, size, apart, first, reach, wanted, stride))
-    length = _lengths(reach, wanted, stride, whole, filters, problem.N * groups * (read + written), _products(problem, read, written))
+    length = _lengths(reach, wanted, stride, whole, filters, problem.N * groups * (read + written), products)
     used = tuple(map(_used, length, reach, wanted, stride, whole))
     blocks = tuple(ceil(n, u) for n, u in zip(wanted, used, strict=True))
     if problem.layout == "CNHW":  # [channel][group][image] by [channel][group][written]: see ConvProblem.launched
@@ -95,11 +97,6 @@ def transforms(problem: ConvProblem) -> Transforms:
         problem.N, groups, read, written, *memory, size, taps, results, apart, dilation, stride, not forward, first,
         length, used, blocks, accuracy, wide and not norms, problem.storage,
     )  # fmt: skip
-
-
-def _products(problem: ConvProblem, read: int, written: int) -> float:
-    """Multiplications of spectra a frequency of a block, for all images."""
-    return float(problem.N * problem.groups * read * written)
 
 
 #: What a number of a block costs besides log2 of the block's length: copies, the product; the factor for blocks that leave the cache;
@@ -178,18 +175,13 @@ def _finish(problem: ConvProblem, args: Transforms, sums: int, limits: int) -> K
         **by_axis("first_", firsts), **by_axis("tap_", tap), **by_axis("apart_", apart), channels=args.read, w_group=w_group,
         w_written=w_written, w_read=w_read,
     )  # fmt: skip
-    defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(needs_64_bits(problem)), "THREADS": THREADS}
+    defines = portable(problem.dtype, needs_64_bits(problem), THREADS)
     buffers = *OPERANDS, WORKSPACE
     return KernelLaunch("library_fft", defines, ceil(size, THREADS), THREADS, buffers, (), arguments=finish_args)
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
-    yield VariantSet("library_fft", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "THREADS": (THREADS,)})
-
-
-def _too_large(problem: ConvProblem, config: LibraryFft) -> str | None:
-    nbytes = _bytes(problem, transforms(problem))
-    return f"its spectra and blocks take {nbytes:,} bytes; at most {MOST_BYTES:,} are taken" if nbytes > MOST_BYTES else None
+    yield VariantSet("library_fft", portable_choices(THREADS))
 
 
 TAKES = Takes(NOT_EMPTY)
@@ -197,10 +189,9 @@ LEGAL = Tiles(TAKES, LibraryFft, _too_large, blocks=lambda problem, _: ceil(math
 
 
 def time(problem: ConvProblem, config: LibraryFft, device: Device) -> float:
-    """Microseconds that it should take."""
     args = transforms(problem)
     filters, planes = args.groups * args.written * args.read, args.images * args.groups * (args.read + args.written)
-    products, blocks, runs = _products(problem, args.read, args.written), math.prod(args.blocks), 1 + args.magnitudes
+    products, blocks, runs = float(args.images * args.groups * args.read * args.written), math.prod(args.blocks), 1 + args.magnitudes
     if device.backend == "cuda":
         numbers = math.prod(args.length) * (blocks * planes + filters + blocks * products / 8)
         return runs * (COST.GPU_CALL_TIME + spread(numbers * 8 * COST.GPU_PASSES / 2 / COST.GPU_MEMORY, device.multiprocessors))
@@ -234,12 +225,10 @@ def choose(problem: ConvProblem, device: Device) -> tuple[float, LibraryFft] | N
         us = COST.CLEARLY * time(problem, config, device)
         if device.backend == "cuda":
             return us, config
-        if problem.algorithm == "fft" or us < _direct(problem, device):
+        shared = problem.operand_channels > problem.groups and problem.result_channels > problem.groups
+        direct = problem.macs * (COST.SHARED_TIME if shared else COST.DIRECT_TIME) / max(device.multiprocessors, 1)
+        if problem.algorithm == "fft" or us < direct:
             return BY_RULE, config
     return None
 
 
-def _direct(problem: ConvProblem, device: Device) -> float:
-    """Microseconds of sums of products on a host."""
-    shared = problem.operand_channels > problem.groups and problem.result_channels > problem.groups
-    return problem.macs * (COST.SHARED_TIME if shared else COST.DIRECT_TIME) / max(device.multiprocessors, 1)

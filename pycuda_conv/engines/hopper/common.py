@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing
 from pycuda_conv.engines.costs import costs
 from pycuda_conv.engines.geometry import Phase, by_axis, row_major
 from pycuda_conv.engines.hopper.box_tiles import Box
+from pycuda_conv.engines.schedule import placed
 from pycuda_conv.problem import ConvProblem, Size3
-from pycuda_conv.runtime.base import Device, Im2col, TensorMap
+from pycuda_conv.runtime.base import BufferSlice, Device, Im2col, TensorMap
 
 MOST_SHARED = 227 * 1024  # shared memory of a block on sm_90, in bytes
 SHARED_BYTES = MOST_SHARED - 256  # the same without the barriers
@@ -36,32 +38,46 @@ def at_once(device: Device, cluster: int) -> int:
 
 
 def image_map(
-    problem: ConvProblem, buffer: int, unpacked: PackedLayout, addressing: PhaseAddressing, pixels: int, row: int = ROW,
-    part: tuple[Size3, Size3] | None = None, box: Box | None = None,
+    problem: ConvProblem, place: BufferSlice, unpacked: PackedLayout, addressing: PhaseAddressing, pixels: int, row: int = ROW,
+    part: tuple[Size3, Size3] | None = None, box: Box | None = None, kind: str = "",
 ) -> TensorMap:
     """The tensor map of the first operand's images: a load fetches `row` bytes of a `box` of pixels, or of `pixels` neighbours.
 
     Neighbours of a flat phase are a box of one row. With `part` the map sees a part of each image alone: its first pixel, and its size.
+    `kind`: the elements' type, if it is not :func:`map_type`.
     """
-    channels, wide, kind = problem.operand_channels, unpacked.load * row // ROW, map_type(problem)
+    buffer, start = placed(place)
+    channels, wide, kind = problem.operand_channels, unpacked.load * row // ROW, kind or map_type(problem)
     pixel = problem.itemsize * channels  # bytes
     if addressing.flat:
-        count = problem.N * math.prod(unpacked.size)
-        return TensorMap(buffer, 0, (channels, count, 1), (pixel, pixel * count), (wide, pixels, 1), row, kind)
+        return tight_map(place, (channels, problem.N * math.prod(unpacked.size), 1), (wide, pixels, 1), kind, row)
     inner = range(2, 2 - addressing.spatial_dims, -1)  # W first
-    axes, stride, low = ([of[i] for i in inner] for of in (unpacked.size, addressing.stride, addressing.low))
+    axes = [unpacked.size[i] for i in inner]
     if box:  # it has rows in any case
         axes = [*axes, 1][: max(len(axes), 2)]
         lengths = *box.size[: len(axes)], box.size[-1]
         strides = tuple(pixel * math.prod(axes[:i]) for i in range(len(axes) + 1))
-        return TensorMap(buffer, 0, (channels, *axes, problem.N), strides, (wide, *lengths), row, kind)
+        return TensorMap(buffer, start, (channels, *axes, problem.N), strides, (wide, *lengths), row, kind)
     strides = tuple(pixel * math.prod(axes[:i]) for i in range(len(axes) + 1))
     first, axes = (part[0], [part[1][i] for i in inner]) if part else ((0, 0, 0), axes)
-    offset = pixel * sum(n * step for n, step in zip(first, row_major(unpacked.size), strict=True))
-    sizes = [addressing.phase.size[i] for i in inner]
-    upper = [a + (count - 1) * step - (n - 1) for a, count, step, n in zip(low, sizes, stride, axes, strict=True)]
-    walk = Im2col(tuple(low), tuple(upper), tuple(stride), wide, pixels)
-    return TensorMap(buffer, offset, (channels, *axes, problem.N), strides, walk, row, kind)
+    offset = start + pixel * sum(n * step for n, step in zip(first, row_major(unpacked.size), strict=True))
+    return TensorMap(buffer, offset, (channels, *axes, problem.N), strides, im2col(addressing, axes, wide, pixels), row, kind)
+
+
+def tight_map(
+    place: BufferSlice, sizes: tuple[int, int, int], box: tuple[int, int, int], kind: str, row: int = ROW
+) -> TensorMap:
+    """The map of an array without gaps, of `sizes` from the innermost axis on: a load fetches a `box`, whose rows have `row` bytes."""
+    pitch = sizes[0] * (2 if kind.endswith("16") else 4)
+    return TensorMap(*placed(place), sizes, (pitch, pitch * sizes[1]), box, row, kind)
+
+
+def im2col(addressing: PhaseAddressing, axes: Sequence[int], wide: int, pixels: int) -> Im2col:
+    """How loads of `wide` channels of `pixels` pixels go through images whose spatial `axes`, innermost first, have these sizes."""
+    inner = range(2, 2 - len(axes), -1)
+    stride, low, sizes = (tuple(of[i] for i in inner) for of in (addressing.stride, addressing.low, addressing.phase.size))
+    upper = tuple(a + (count - 1) * step - (n - 1) for a, count, step, n in zip(low, sizes, stride, axes, strict=True))
+    return Im2col(low, upper, stride, wide, pixels)
 
 
 def pixel_cycles(nbytes: int) -> float:

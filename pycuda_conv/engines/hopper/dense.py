@@ -10,15 +10,25 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, product
 from typing import Any
 
 from pycuda_conv.engines.addressing import MOST_PIXELS, PackedLayout, PhaseAddressing, phase_addressing
-from pycuda_conv.engines.base import Config, ConvProblem, VariantSet, kernel_struct
+from pycuda_conv.engines.base import Config, ConvProblem, VariantSet, fixed, kernel_struct
 from pycuda_conv.engines.costs import costs, together
-from pycuda_conv.engines.geometry import arguments, by_axis, ceil, count_phases, filter_strides, first_phases, repeats, too_many_phases
+from pycuda_conv.engines.geometry import (
+    arguments,
+    batches,
+    by_axis,
+    ceil,
+    count_phases,
+    filter_strides,
+    first_phases,
+    repeats,
+    too_many_phases,
+)
 from pycuda_conv.engines.hopper.box_tiles import Box, best_box
 from pycuda_conv.engines.hopper.common import (
     CLOCK,
@@ -34,16 +44,28 @@ from pycuda_conv.engines.hopper.common import (
     read_bytes,
     stage_channels,
     store_mode,
+    tight_map,
     written_bytes,
 )
 from pycuda_conv.engines.hopper.common import COST as HOPPER_COST
 from pycuda_conv.engines.hopper.dense_borders import Region, in_words, regions
-from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes
+from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes, with_most_stages
 from pycuda_conv.engines.layout import transpose_filter
 from pycuda_conv.engines.limits import HOPPER, Takes, Tiles
 from pycuda_conv.engines.packed_product import repeat_arguments, tap_numbers, written_places
 from pycuda_conv.engines.range_guard import MomentsLayout
-from pycuda_conv.engines.schedule import FINISH, INPUT, PACKED, RESULT, WEIGHT, WORKSPACE, Arena, Moments, Schedule, finish_constants
+from pycuda_conv.engines.schedule import (
+    FINISH,
+    INPUT,
+    PACKED,
+    RESULT,
+    WEIGHT,
+    WORKSPACE,
+    Arena,
+    Moments,
+    Schedule,
+    finish_constants,
+)
 from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, why_not_one_product
 from pycuda_conv.problem import Size3
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch, TensorMap
@@ -155,9 +177,11 @@ def _ring(config: DenseNhwc, mn_major: bool) -> Ring:
     return Ring(ROW * rows, staging + ALIGNMENT, most_shared(_blocks_per_sm(config)))
 
 
-def _max_stages(rows: int, columns: int, cluster: int, mn_major: bool) -> int:
-    """The most stages of a ring that shared memory has room for."""
-    return _ring(DenseNhwc(rows, columns, CLUSTER=cluster), mn_major).deepest(range(STAGES, 1, -1))
+@lru_cache(maxsize=256)  # few tiles, for every problem again
+def deepest(config: DenseNhwc, mn_major: bool) -> DenseNhwc:
+    """`config` with the most stages that shared memory has room for."""
+    tile: DenseNhwc = with_most_stages(config, _ring(config, mn_major), STAGES)
+    return tile
 
 
 def _reads_mn_major(problem: ConvProblem) -> bool:
@@ -201,7 +225,6 @@ def adds_border(source: ConvProblem, problem: ConvProblem, config: DenseNhwc) ->
 
 
 def border_time(source: ConvProblem, config: DenseNhwc) -> float:
-    """Microseconds that the sides of a result take beside the time of the wider image's."""
     found = regions(source) or ()
     sides = sum(ceil(source.N * math.prod(one.addressing.phase.size), config.BLOCK_M) for one in found if not one.interior)
     tiles, more = sides * ceil(source.result_channels, config.BLOCK_N), ceil(len(found), REGIONS[-1]) - 1
@@ -211,19 +234,18 @@ def border_time(source: ConvProblem, config: DenseNhwc) -> float:
 def schedule(
     problem: ConvProblem, config: DenseNhwc, device: Device, with_moments: bool = False, source: ConvProblem | None = None
 ) -> Schedule:
-    """The launches of `config`, which can run `problem`; `with_moments` of its result, if they can."""
     multiprocessors, taps = device.multiprocessors, math.prod(problem.filter_size)
     scratch = Arena(WORKSPACE)
     layout = MomentsLayout(_moments(problem, config) if with_moments else None, scratch, multiprocessors)
     parts = layout.parts if layout.moments else None
 
     def products(place: BufferSlice, mn_major: bool) -> list[list[KernelLaunch]]:
-        tile, shape = config, (config.BLOCK_M, config.BLOCK_N, config.CLUSTER)
-        if tile.STAGES == _max_stages(*shape, _reads_mn_major(problem)):  # the choice meant "as many as fit"
-            tile = replace(tile, STAGES=_max_stages(*shape, mn_major and problem.itemsize == 2))
+        tile = config
+        if tile == deepest(tile, _reads_mn_major(problem)):  # the choice meant "as many stages as fit"
+            tile = deepest(tile, mn_major and problem.itemsize == 2)
         if source is not None:
             return [_of_regions(source, tile, place, mn_major, multiprocessors)]
-        groups = _launches(_addressed(problem)[1])
+        groups = batches(_addressed(problem)[1], PHASES)
         return [[_product(problem, tile, group, place, mn_major, multiprocessors, parts) for group in groups]]
 
     # a filter with its second axis last is K-major in fprop, and MN-major in dgrad
@@ -246,8 +268,7 @@ def schedule(
 def _of_regions(source: ConvProblem, tile: DenseNhwc, place: BufferSlice, mn_major: bool, multiprocessors: int) -> list[KernelLaunch]:
     """The launches of a result whose image has a border: its interior and its sides, those with most taps first."""
     found, launches = sorted(regions(source) or (), key=lambda one: -math.prod(one.addressing.taps)), []
-    for first in range(0, len(found), REGIONS[-1]):
-        some = found[first : first + REGIONS[-1]]
+    for some in batches(found, REGIONS[-1]):
         launches.append(_product(source, tile, [one.addressing for one in some], place, mn_major, multiprocessors, None, some))
     return launches
 
@@ -259,12 +280,6 @@ def _moments(problem: ConvProblem, config: DenseNhwc) -> Moments | None:
     if config.BLOCK_N > MOMENTS_COLUMNS:
         return None
     return Moments(1, problem.N * math.prod(problem.result_size), SLICE, problem.result_channels)
-
-
-def _launches(addressings: Sequence[PhaseAddressing]) -> Iterator[Sequence[PhaseAddressing]]:
-    """The phases of each launch."""
-    for first in range(0, len(addressings), PHASES):
-        yield addressings[first : first + PHASES]
 
 
 def _box(problem: ConvProblem, config: DenseNhwc, addressing: PhaseAddressing, with_moments: bool = False) -> Box | None:
@@ -324,12 +339,11 @@ def _product(
 
 def _filter_map(problem: ConvProblem, config: DenseNhwc, place: BufferSlice, mn_major: bool, row: int) -> TensorMap:
     """The filter's map. A box is `row` bytes of k of one tap x a tile's channels, or, MN-major, channels x k."""
-    buffer, offset = place if isinstance(place, tuple) else (place, 0)
     rows, channels, taps, size = problem.result_channels, _summed(problem), math.prod(problem.filter_size), problem.itemsize
     inner, outer = (rows, channels) if mn_major else (channels, rows)
     wide = row // size
     box = (min(stage_channels(problem), config.BLOCK_N), 1, wide) if mn_major else (wide, 1, min(config.BLOCK_N, rows))
-    return TensorMap(buffer, offset, (inner, taps, outer), (size * inner, size * inner * taps), box, size * box[0], map_type(problem))
+    return tight_map(place, (inner, taps, outer), box, map_type(problem), size * box[0])
 
 
 def _blocks(problem: ConvProblem, addressing: PhaseAddressing) -> int:
@@ -361,21 +375,18 @@ def _arguments(
     problem: ConvProblem, config: DenseNhwc, addressing: PhaseAddressing, box: Box | None = None, with_moments: bool = False
 ) -> Any:
     """The kernel's arguments of a phase. Its tiles are boxes, or else neighbouring pixels."""
-    unpacked, _ = _addressed(problem)
-    size, plane = addressing.phase.size, math.prod(addressing.phase.size)
+    (unpacked, _), phase = _addressed(problem), addressing.phase
     across, down = ceil(problem.result_channels, config.BLOCK_N), _down(problem, config, addressing, box)
-    pixels, blocks = down * config.BLOCK_M if box else problem.N * plane, _blocks(problem, addressing)
+    pixels, blocks = down * config.BLOCK_M if box else problem.N * math.prod(phase.size), _blocks(problem, addressing)
     lengths, counts = (box.size, box.counts) if box else ((0,) * 4, (0,) * 4)
-    places = written_places(problem, addressing.phase)
-    del places["out_image"], places["out_row"]
     return arguments(
-        DensePhase, problem, tiles=across * down * math.prod(repeats(problem)), tiles_n=across, blocks=blocks,
-        part=ceil(blocks, config.CLUSTER), channel_blocks=ceil(_summed(problem), stage_channels(problem)), last_steps=_last_steps(problem),
-        group_rows=problem.result_channels // problem.groups, group_channels=_summed(problem), **tap_numbers(unpacked, addressing),
-        **by_axis("dilation_", addressing.dilation), **by_axis("numbers_", (0, 0, 0)), **by_axis("offsets_", (0, 0, 0)), pixels=pixels,
-        **by_axis("box_", lengths, "whdn"), **by_axis("boxes_", counts[:3], "whd"), depth=size[0], height=size[1], images=problem.N,
-        **load_base(problem, addressing), plane=plane, pq=size[1] * size[2], q=size[2], **places,
-        store_mode=store_mode(problem, config.BLOCK_N, addressing.phase), with_moments=int(with_moments),
+        DensePhase, problem, phase, written_places(problem, phase), tap_numbers(unpacked, addressing), load_base(problem, addressing),
+        tiles=across * down * math.prod(repeats(problem)), tiles_n=across, blocks=blocks, part=ceil(blocks, config.CLUSTER),
+        channel_blocks=ceil(_summed(problem), stage_channels(problem)), last_steps=_last_steps(problem),
+        group_rows=problem.result_channels // problem.groups, group_channels=_summed(problem), **by_axis("numbers_", (0, 0, 0)),
+        **by_axis("offsets_", (0, 0, 0)), pixels=pixels, **by_axis("box_", lengths, "whdn"), **by_axis("boxes_", counts[:3], "whd"),
+        depth=phase.size[0], height=phase.size[1], images=problem.N, store_mode=store_mode(problem, config.BLOCK_N, phase),
+        with_moments=int(with_moments),
     )  # fmt: skip
 
 
@@ -383,17 +394,17 @@ def filter_key(problem: ConvProblem, config: DenseNhwc) -> Hashable:
     return "transposed", problem.direction, problem.dtype, problem.C, problem.K, problem.filter_size
 
 
+def _tiles_in(sizes: dict[tuple[int, int], tuple[int, ...]]) -> list[DenseNhwc]:
+    return [DenseNhwc(*size, CLUSTER=cluster) for size, clusters in sizes.items() for cluster in clusters]
+
+
 def variants(device: Device) -> Iterator[VariantSet]:
-    for (rows, columns), clusters in (PHASED_TILES | TILES).items():
-        for mn_major, cluster, kind in product((0, 1), clusters, ELEMENTS.values()):
-            stages = _max_stages(rows, columns, cluster, bool(mn_major and kind != FLOAT))
-            choices = {
-                "BLOCK_M": (rows,), "BLOCK_N": (columns,), "STAGES": (stages,), "TYPE": (kind,),
-                "W_MN_MAJOR": (mn_major,), "CLUSTER": (cluster,), "PHASES": (1, PHASES),
-            }  # fmt: skip
-            yield VariantSet("hopper_dense", choices, _is_listed, "sm_90a")
-            if cluster == 1 and not (mn_major and kind == FLOAT):
-                yield VariantSet("hopper_dense", choices | {"PHASES": REGIONS, "BORDERED": (1,)}, _is_listed, "sm_90a")
+    for tile, mn_major, kind in product(_tiles_in(PHASED_TILES | TILES), (0, 1), ELEMENTS.values()):
+        choices = fixed(deepest(tile, bool(mn_major and kind != FLOAT)))
+        choices |= {"TYPE": (kind,), "W_MN_MAJOR": (mn_major,), "PHASES": (1, PHASES)}
+        yield VariantSet("hopper_dense", choices, _is_listed, "sm_90a")
+        if tile.CLUSTER == 1 and not (mn_major and kind == FLOAT):
+            yield VariantSet("hopper_dense", choices | {"PHASES": REGIONS, "BORDERED": (1,)}, _is_listed, "sm_90a")
     yield from transpose_filter.variants()
 
 
@@ -406,11 +417,10 @@ def _is_listed(d: Mapping[str, int]) -> bool:
 def configs(problem: ConvProblem, device: Device) -> Iterator[DenseNhwc]:
     addressings = _addressed(problem)[1]
     blocks, mn_major = _blocks(problem, addressings[0]), _reads_mn_major(problem)
-    for (rows, columns), clusters in (TILES if count_phases(problem) == 1 else PHASED_TILES).items():
-        for cluster in clusters:
-            config = DenseNhwc(rows, columns, _max_stages(rows, columns, cluster, mn_major), cluster)
-            if (cluster == 1 or blocks >= 2 * cluster) and LEGAL.refusal(problem, config) is None:
-                yield config
+    for tile in _tiles_in(TILES if count_phases(problem) == 1 else PHASED_TILES):
+        config = deepest(tile, mn_major)
+        if (tile.CLUSTER == 1 or blocks >= 2 * tile.CLUSTER) and LEGAL.refusal(problem, config) is None:
+            yield config
 
 
 def _filter_cycles(problem: ConvProblem, config: DenseNhwc, mn_major: bool) -> float:
@@ -445,7 +455,7 @@ def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:
     end = sums * 4 / COST.ADDED if shared else finished_time(problem, config.BLOCK_M, config.BLOCK_N, rate)
     slots = at_once(device, config.CLUSTER)
     us, all_jobs, loaded = 0.0, 0, 0.0
-    for group in _launches(addressings):
+    for group in batches(addressings, PHASES):
         jobs = [math.prod(_tiles(problem, config, one)) * many * config.CLUSTER for one in group]
         works = [ceil(_blocks(problem, one), config.CLUSTER) * step + end for one in group]
         mean = sum(map(operator.mul, jobs, works)) / sum(jobs)

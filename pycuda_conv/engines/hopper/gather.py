@@ -29,11 +29,11 @@ from pycuda_conv.engines.hopper.common import (
     written_bytes,
 )
 from pycuda_conv.engines.hopper.common import COST as HOPPER_COST
-from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes
+from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes, with_most_stages
 from pycuda_conv.engines.layout import transpose_filter
 from pycuda_conv.engines.limits import HOPPER, Takes, Tiles
 from pycuda_conv.engines.packed_product import written_places
-from pycuda_conv.engines.schedule import FINISH, INPUT, PACKED, RESULT, WEIGHT, Arena, Schedule, finish_constants
+from pycuda_conv.engines.schedule import FINISH, INPUT, PACKED, RESULT, WEIGHT, Arena, Schedule, finishing, placed
 from pycuda_conv.engines.tensor_cores import ELEMENTS, why_not_one_product
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch, TensorMap
 
@@ -115,9 +115,11 @@ def _ring(config: GatherNhwc) -> Ring:
     return Ring(ROW * (config.BLOCK_M + config.BLOCK_N), staging + ALIGNMENT, most_shared(_blocks_per_sm(config)))
 
 
-def _max_stages(rows: int, columns: int, cluster: int) -> int:
-    """The stages that a ring has room for."""
-    return _ring(GatherNhwc(rows, columns, CLUSTER=cluster)).deepest(range(STAGES, 1, -1))
+#: The tiles, each with the most stages that its ring has room for.
+DEEPEST: list[GatherNhwc] = [
+    with_most_stages(tile, _ring(tile), STAGES)
+    for size, clusters in TILES.items() for tile in (GatherNhwc(*size, STAGES, cluster) for cluster in clusters)
+]  # fmt: skip
 
 
 def schedule(problem: ConvProblem, config: GatherNhwc, device: Device, with_moments: bool = False) -> Schedule:
@@ -153,20 +155,17 @@ def _product(problem: ConvProblem, config: GatherNhwc, place: BufferSlice, pitch
     fitting = device.multiprocessors * _blocks_per_sm(config)
     grid = args.tiles * config.CLUSTER if config.CLUSTER > 1 else min(args.tiles, fitting)
     defines = asdict(config) | {"TYPE": ELEMENTS[problem.dtype], "COPY": runs.copy}
-    return KernelLaunch(
-        "hopper_gather", defines, grid, 4 * config.BLOCK_M, (INPUT, *FINISH, RESULT), (),
-        maps=(_filter_map(problem, config, place, pitch),), shared=_ring(config).nbytes(config.STAGES), arch="sm_90a", arguments=args,
-        layer=finish_constants(args),
-    )  # fmt: skip
+    maps, shared = (_filter_map(problem, config, place, pitch),), _ring(config).nbytes(config.STAGES)
+    buffers = INPUT, *FINISH, RESULT
+    return finishing("hopper_gather", defines, grid, 4 * config.BLOCK_M, args, buffers, maps=maps, shared=shared, arch="sm_90a")
 
 
 def _filter_map(problem: ConvProblem, config: GatherNhwc, place: BufferSlice, pitch: int) -> TensorMap:
     """The map of the filter: a box is a stage of gemm k of a tile's rows."""
-    buffer, offset = place if isinstance(place, tuple) else (place, 0)
     rows, elements = problem.result_channels, math.prod(problem.filter_size) * problem.operand_channels
     sizes, strides = (elements, 1, rows), (problem.itemsize * pitch,) * 2
     box = (stage_channels(problem), 1, min(config.BLOCK_N, rows))
-    return TensorMap(buffer, offset, sizes, strides, box, ROW, map_type(problem))
+    return TensorMap(*placed(place), sizes, strides, box, ROW, map_type(problem))
 
 
 def _stages(problem: ConvProblem) -> int:
@@ -183,12 +182,11 @@ def _arguments(problem: ConvProblem, config: GatherNhwc) -> Any:
     (phase,), runs = phases(problem), _runs(problem)
     across, down = _tiles(problem, config)
     each, blocks = runs.copy // problem.itemsize, _stages(problem)
-    written = written_places(problem, phase)
-    del written["out_image"], written["out_row"]
     return arguments(
-        GatherPhase, problem, tiles=across * down, tiles_n=across, blocks=blocks, part=ceil(blocks, config.CLUSTER),
+        GatherPhase, problem, phase, written_places(problem, phase), tiles=across * down, tiles_n=across, blocks=blocks,
+        part=ceil(blocks, config.CLUSTER),
         copies=math.prod(runs.taps) * runs.length // each, tap_copies=runs.length // each, tap_t=runs.taps[0], tap_r=runs.taps[1],
-        tap_s=runs.taps[2], **by_axis("dilation_", phase.dilation), **by_axis("low_", [-pad for pad in phase.pad]), **written,
+        tap_s=runs.taps[2], **by_axis("low_", [-pad for pad in phase.pad]),
         store_mode=store_mode(problem, config.BLOCK_N, phase),
     )  # fmt: skip
 
@@ -199,21 +197,17 @@ def filter_key(problem: ConvProblem, config: GatherNhwc) -> Hashable:
 
 def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each tile and type, and each size of copies. The texts that transpose filters are listed by another engine."""
-    for (rows, columns), clusters in TILES.items():
-        for cluster in clusters:
-            tile = fixed(GatherNhwc(rows, columns, _max_stages(rows, columns, cluster), cluster))
-            yield VariantSet("hopper_gather", tile | {"TYPE": tuple(ELEMENTS.values()), "COPY": COPIES}, arch="sm_90a")
+    for tile in DEEPEST:
+        yield VariantSet("hopper_gather", fixed(tile) | {"TYPE": tuple(ELEMENTS.values()), "COPY": COPIES}, arch="sm_90a")
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[GatherNhwc]:
     """The configurations worth comparing for `problem`; none if tensor loads leave no gaps."""
     if problem.operand_channels * problem.itemsize % ROW == 0:
         return
-    for (rows, columns), clusters in TILES.items():
-        for cluster in clusters:
-            config = GatherNhwc(rows, columns, _max_stages(rows, columns, cluster), cluster)
-            if (cluster == 1 or _stages(problem) >= 2 * cluster) and LEGAL.refusal(problem, config) is None:
-                yield config
+    for tile in DEEPEST:
+        if (tile.CLUSTER == 1 or _stages(problem) >= 2 * tile.CLUSTER) and LEGAL.refusal(problem, tile) is None:
+            yield tile
 
 
 def time(problem: ConvProblem, config: GatherNhwc, device: Device) -> float:

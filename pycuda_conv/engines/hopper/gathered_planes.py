@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 from pycuda_conv.engines.addressing import MOST_PIXELS
 from pycuda_conv.engines.base import FLAG, Config, ConvProblem, VariantSet, costs, fixed, kernel_struct
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, pixel_by_pixel
-from pycuda_conv.engines.hopper.common import CLOCK, ROW, at_once, map_type, most_shared, stage_channels
-from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes
+from pycuda_conv.engines.hopper.common import CLOCK, ROW, at_once, map_type, most_shared, stage_channels, tight_map
+from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes, with_most_stages
 from pycuda_conv.engines.limits import HOPPER, ONE_GROUP, Takes, Tiles
-from pycuda_conv.engines.schedule import FINISH, INPUT, RESULT, WEIGHT, Schedule, finish_constants
+from pycuda_conv.engines.schedule import FINISH, INPUT, RESULT, WEIGHT, Schedule, finishing
 from pycuda_conv.engines.tensor_cores import ELEMENTS, why_not_one_product
-from pycuda_conv.runtime.base import Device, KernelLaunch, TensorMap
+from pycuda_conv.runtime.base import Device
 
 #: The tiles: (BLOCK_M, BLOCK_N) -> (CLUSTER, GROUPS) choices.
 TILES: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {
@@ -77,10 +77,11 @@ def _ring(config: GatheredPlanes) -> Ring:
     return Ring(ROW * (config.BLOCK_M + config.BLOCK_N), ALIGNMENT, most_shared(1 if config.BLOCK_M == 128 else 2))
 
 
-def _max_stages_of(rows: int, pixels: int, cluster: int, groups: int) -> GatheredPlanes:
-    """A tile with the stages that its ring has room for."""
-    tile = GatheredPlanes(rows, pixels, CLUSTER=cluster, GROUPS=groups)
-    return replace(tile, STAGES=_ring(tile).deepest(range(STAGES, 1, -1)))
+#: The tiles, each with the most stages that its ring has room for.
+DEEPEST: list[GatheredPlanes] = [
+    with_most_stages(tile, _ring(tile), STAGES)
+    for size, shares in TILES.items() for tile in (GatheredPlanes(*size, STAGES, *share) for share in shares)
+]  # fmt: skip
 
 
 def schedule(problem: ConvProblem, config: GatheredPlanes, device: Device, with_moments: bool = False) -> Schedule:
@@ -94,16 +95,12 @@ def schedule(problem: ConvProblem, config: GatheredPlanes, device: Device, with_
         wide=int(_wide(problem)), pairs=int(math.prod(problem.result_size) % 2 == 0),
     )  # fmt: skip
     first, last = problem.weight_shape[:2]
-    size, box = problem.itemsize, stage_channels(problem)
-    box_of_filter = (BLOCK, box, 1) if backward else (box, BLOCK, 1)
-    maps = () if gathers else (
-        TensorMap(WEIGHT, 0, (last, first, 1), (size * last, size * last * first), box_of_filter, ROW, map_type(problem)),
-    )  # fmt: skip
+    box = (BLOCK, stage_channels(problem), 1) if backward else (stage_channels(problem), BLOCK, 1)
+    maps = () if gathers else (tight_map(WEIGHT, (last, first, 1), box, map_type(problem)),)
     defines = asdict(config) | {"TYPE": ELEMENTS[problem.dtype], "W_TRANSPOSED": int(backward)}
-    launch = KernelLaunch(
-        "hopper_gathered_planes", defines, down * across * config.CLUSTER, 2 * config.BLOCK_M + 128 * config.GROUPS,
-        (*((WEIGHT,) if gathers else ()), INPUT, *FINISH, RESULT), (), maps=maps, shared=_ring(config).nbytes(config.STAGES), arch="sm_90a",
-        arguments=args, layer=finish_constants(args),
+    launch = finishing(
+        "hopper_gathered_planes", defines, down * across * config.CLUSTER, 2 * config.BLOCK_M + 128 * config.GROUPS, args,
+        (*((WEIGHT,) if gathers else ()), INPUT, *FINISH, RESULT), maps=maps, shared=_ring(config).nbytes(config.STAGES), arch="sm_90a",
     )  # fmt: skip
     return Schedule.plain([[launch]])
 
@@ -121,19 +118,16 @@ def _tiles(problem: ConvProblem, config: GatheredPlanes) -> tuple[int, int, int]
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
-    for (rows, pixels), shares in TILES.items():
-        for cluster, groups in shares:
-            choices = fixed(_max_stages_of(rows, pixels, cluster, groups)) | {"TYPE": tuple(ELEMENTS.values()), "W_TRANSPOSED": FLAG}
-            yield VariantSet("hopper_gathered_planes", choices, arch="sm_90a")
+    for tile in DEEPEST:
+        choices = fixed(tile) | {"TYPE": tuple(ELEMENTS.values()), "W_TRANSPOSED": FLAG}
+        yield VariantSet("hopper_gathered_planes", choices, arch="sm_90a")
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[GatheredPlanes]:
-    for (rows, pixels), shares in TILES.items():
-        for cluster, groups in shares:
-            config = _max_stages_of(rows, pixels, cluster, groups)
-            down, across, steps = _tiles(problem, config)
-            if cluster == 1 or (steps >= 2 * cluster and down * across * cluster <= 4 * device.multiprocessors):
-                yield config
+    for tile in DEEPEST:
+        (down, across, steps), cluster = _tiles(problem, tile), tile.CLUSTER
+        if cluster == 1 or (steps >= 2 * cluster and down * across * cluster <= 4 * device.multiprocessors):
+            yield tile
 
 
 def time(problem: ConvProblem, config: GatheredPlanes, device: Device) -> float:

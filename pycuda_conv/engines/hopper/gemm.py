@@ -1,37 +1,31 @@
 """The implicit GEMM engine for Hopper: convolutions on tensor cores fed by TMA (``cu/hopper/gemm.cu``).
 
-:mod:`pycuda_conv.engines.packing` says how operands are packed and what phases read of them. This module has the tensor maps and the launch
-of some phases, and the model of time. Its tiles and variants are in ``gemm_tiles.py``.
+What is compared, and the model of time. Its tiles and variants are in ``gemm_tiles.py``, its launches in ``gemm_launches.py``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 from pycuda_conv.engines import packing
-from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing, filter_sizes, packed_key, row_blocks
-from pycuda_conv.engines.base import ConvProblem, costs, kernel_struct
+from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing, packed_key
+from pycuda_conv.engines.base import ConvProblem, costs
 from pycuda_conv.engines.costs import together
-from pycuda_conv.engines.geometry import arguments, by_axis, ceil, finish
-from pycuda_conv.engines.hopper.common import MEMORY, THREADS, read_bytes
+from pycuda_conv.engines.geometry import ceil
+from pycuda_conv.engines.hopper.common import MEMORY, read_bytes
+from pycuda_conv.engines.hopper.gemm_launches import schedule
 from pycuda_conv.engines.hopper.gemm_tiles import (
-    KERNEL,
     LEGAL,
     MOST_VARIANTS,
-    PHASES,
     TAKES,
     ImplicitGemm,
-    alike,
     defines_of,
     form,
     grid_of,
-    is_common,
     launches_of,
-    may_note,
     may_split,
     ordinary_tiles,
     paired,
@@ -44,215 +38,18 @@ from pycuda_conv.engines.hopper.gemm_tiles import (
     whole_rows,
 )
 from pycuda_conv.engines.limits import HOPPER
-from pycuda_conv.engines.packed_product import assemble, repeat_arguments, tap_numbers, written_places
-from pycuda_conv.engines.packing import Operands, packs_filter_last
 from pycuda_conv.engines.packing_time import overhead
-from pycuda_conv.engines.range_guard import MomentsLayout, recompute_arguments
-from pycuda_conv.engines.schedule import FINISH, INPUT, RESULT, WEIGHT, Moments, Schedule, finish_constants
 from pycuda_conv.engines.split_sum import splits
-from pycuda_conv.engines.tensor_cores import FLOAT, gemm_products, limbs, products
-from pycuda_conv.runtime.base import BufferSlice, Device, Im2col, KernelLaunch, TensorMap
+from pycuda_conv.engines.tensor_cores import gemm_products, limbs, products
+from pycuda_conv.runtime.base import Device
 
-__all__ = ["LEGAL", "MOST_VARIANTS", "TAKES", "variants"]  # with what stands here: the engine
+__all__ = ["LEGAL", "MOST_VARIANTS", "TAKES", "schedule", "variants"]  # with what stands here: the engine
 
 CONFIGS, LAYOUTS, RUNS_ON, TENSOR_CORES = (ImplicitGemm,), ("NCHW", "NHWC", "CNHW"), HOPPER, True
-GemmPhase = kernel_struct("gemm_tiles.cuh", "GemmPhase")
 
 
 def adds_border(source: ConvProblem, problem: ConvProblem, config: ImplicitGemm) -> bool:
-    """Whether :func:`schedule` takes the image of `source`, whose border packing writes, for the wider one of `problem`."""
     return packing.adds_border(source, problem, windows=True)
-
-
-def schedule(
-    problem: ConvProblem, config: ImplicitGemm, device: Device, with_moments: bool = False, source: ConvProblem | None = None
-) -> Schedule:
-    """The launches of `config`, which can run `problem`; they note moments if they can. Packing writes the border of `source`."""
-    multiprocessors = device.multiprocessors
-    made = _schedule(problem, config, multiprocessors, with_moments, source=source)
-    if reads_filter(problem):
-        return replace(made, filter_last=_schedule(problem, config, multiprocessors, with_moments, map_w=_filter_map(problem)).steps)
-    if packs_filter_last(problem):
-        last = _schedule(problem, config, multiprocessors, with_moments, filter_last=True, source=source)
-        return replace(made, filter_last=last.whole)
-    return made
-
-
-def _schedule(
-    problem: ConvProblem, config: ImplicitGemm, multiprocessors: int, with_moments: bool, map_w: TensorMap | None = None,
-    filter_last: bool = False, source: ConvProblem | None = None,
-) -> Schedule:
-    """:func:`schedule` for a filter that is packed (from channels last if `filter_last`), or read as it lies through `map_w`."""
-    moments = _moments(problem, config) if with_moments else None
-
-    def products(
-        packed: PackedLayout, addressings: Sequence[PhaseAddressing], operands: Operands, target: BufferSlice, layout: MomentsLayout
-    ) -> list[KernelLaunch]:
-        flagged: tuple[BufferSlice, ...] = (INPUT, WEIGHT, operands.x_flags, operands.w_flags) if _may_recompute(problem, config) else ()
-        buffers = (operands.w_limbs, operands.x_scales, operands.w_scales, *FINISH, target)
-        launches, (arena, first) = [], operands.tickets
-        for group in launches_of(problem):
-            place = (arena, first) if config.joins(problem) else None
-            among = operands, buffers, flagged, multiprocessors, layout, map_w, filter_last, place, source
-            launches.append(_product(problem, config, packed, group, *among))
-            first += 4 * _results(problem, config, group)
-        return launches
-
-    tickets = sum(_results(problem, config, group) for group in launches_of(problem)) if config.joins(problem) else 0
-    return assemble(
-        problem, config.SPLIT, multiprocessors, products, moments, filter_last, windows=True, clusters=True,
-        recomputes=_may_recompute(problem, config) and (config.SPLIT == 1 or tickets > 0), tickets=tickets, source=source,
-    )
-
-
-def _results(problem: ConvProblem, config: ImplicitGemm, addressings: Sequence[PhaseAddressing]) -> int:
-    """Tickets of a launch: one for each tile of each phase, whatever its splits; rounded up to a multiple of 16 bytes."""
-    return ceil(math.prod(config.tiles_of(problem, addressings)) * problem.groups * phases_with_repeats(problem, addressings), 4) * 4
-
-
-def _may_recompute(problem: ConvProblem, config: ImplicitGemm) -> bool:
-    """Whether the kernel's text can recompute flagged results: that of float32 can, which also writes the fp32 parts of float16 sums."""
-    return problem.dtype == "float32" or (problem.dtype == "float16" and config.SPLIT > 1)
-
-
-def _moments(problem: ConvProblem, config: ImplicitGemm) -> Moments | None:
-    """The moments that a product can note: forward, whole sums of common layers, if registers suffice."""
-    if problem.direction != "fprop" or problem.layout == "CNHW" or config.SPLIT > 1 or problem.has_residual or problem.activation:
-        return None
-    if config.is_twin:  # a flag for each block says what it computed again, and there is room for one of each multiprocessor
-        return None
-    if not is_common(defines_of(problem)) or (problem.layout == "NHWC" and not whole_rows(problem, 1)):
-        return None
-    pixels, plane = config.consumer_pixels, math.prod(problem.result_size)
-    if products(problem) == 3 and pixels > 128:
-        return None
-    return Moments(1, problem.N * plane, pixels, problem.result_channels)
-
-
-def _packed_strides(problem: ConvProblem, packed: PackedLayout, axes: Sequence[int]) -> list[int]:
-    """Byte strides of the packed images: from pixel to pixel along each of `axes`, innermost first, then from image to image."""
-    pixel = 2 * problem.groups * packed.pixel
-    strides = [pixel if packed.window is None else pixel * problem.stride[2]]  # windows overlap
-    for i in axes:
-        pixel *= packed.stored[i]
-        strides.append(pixel)
-    return strides
-
-
-def _image_map(
-    problem: ConvProblem, config: ImplicitGemm, packed: PackedLayout, addressing: PhaseAddressing, place: tuple[int, int]
-) -> TensorMap:
-    channels, copies = problem.groups * packed.group, limbs(problem)
-    if addressing.flat:
-        pixel = 2 * problem.groups * packed.pixel  # bytes
-        axes, images = [problem.N * math.prod(packed.size)], copies
-        strides = [pixel, pixel * axes[0]]
-        stride, low, upper = [1], [0], [0]
-    else:
-        inner = range(2, 2 - addressing.spatial_dims, -1)  # W first
-        axes, images = [packed.size[i] for i in inner], copies * problem.N
-        strides = _packed_strides(problem, packed, inner)
-        stride, low = [addressing.stride[i] for i in inner], [addressing.low[i] for i in inner]
-        upper = [addressing.low[i] + (addressing.phase.size[i] - 1) * addressing.stride[i] - (packed.size[i] - 1) for i in inner]
-    box = Im2col(tuple(low), tuple(upper), tuple(stride), packed.load, config.BLOCK_N)
-    operand = "bfloat16" if problem.dtype == "bfloat16" else "float16"
-    return TensorMap(*place, (channels, *axes, images), tuple(strides), box, 2 * packed.load, operand)
-
-
-def _filter_map(problem: ConvProblem) -> TensorMap:
-    """The map of a 16-bit filter whose second axis is last: a box is `packed.load` channels of one tap of 64 rows of the first axis."""
-    packed, _ = form(problem)
-    first, last = problem.weight_shape[:2]
-    taps = math.prod(problem.filter_size)
-    return TensorMap(WEIGHT, 0, (last, taps, first), (2 * last, 2 * last * taps), (packed.load, 1, 64), 2 * packed.load, problem.dtype)
-
-
-def _result_map(problem: ConvProblem, config: ImplicitGemm, place: BufferSlice) -> TensorMap:
-    """The map of the result, or of a split sum's parts. Groups and parts have axes of their own, so a tail never reaches the next one."""
-    buffer, offset = place if isinstance(place, tuple) else (place, 0)
-    size, groups, rows = config.stored_bytes(problem), problem.groups, problem.result_channels
-    pixels = problem.N * math.prod(problem.result_size)
-    sizes, strides = (rows // groups, groups, pixels, config.SPLIT), (size * (rows // groups), size * rows, size * rows * pixels)
-    return TensorMap(buffer, offset, sizes, strides, (128 // size, 1, 32, 1), 128, "float32" if size == 4 else problem.dtype)
-
-
-def _product(
-    problem: ConvProblem, config: ImplicitGemm, packed: PackedLayout, addressings: Sequence[PhaseAddressing], operands: Operands,
-    buffers: tuple[BufferSlice, ...], flagged: tuple[BufferSlice, ...], multiprocessors: int, layout: MomentsLayout,
-    map_w: TensorMap | None, filter_last: bool, tickets: BufferSlice | None, source: ConvProblem | None,
-) -> KernelLaunch:
-    """The launch of some phases. With `tickets` it adds the parts of split sums; with `flagged` it computes flagged results once more."""
-    defines = result_arithmetic(problem, addressings[0].phase, config.SPLIT) | {
-        "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "STAGES": config.STAGES, "LOAD_CHANNELS": packed.load,
-        "WGMMA_N": config.consumer_pixels, "TENSOR_STORE": int(config.tensor_store(problem)),
-        "W_MN_MAJOR": int(map_w is not None and problem.direction == "dgrad"), "PINGPONG": int(config.is_pingpong),
-        "PHASES": 1, "INTERLEAVE_COLUMNS": int(paired(problem)), **({"TWIN": 1} if config.is_twin else {}),
-    }
-    if not defines["DENSE"]:
-        defines["PHASES"] = PHASES
-    maps = [_image_map(problem, config, packed, addressing, operands.x_limbs) for addressing in addressings]
-    unused = defines["PHASES"] - len(addressings)  # the kernel's parameters always hold PHASES phases: the last one fills the rest
-    maps += maps[-1:] * unused
-    if products(problem) == 1 and problem.layout == "NHWC":
-        maps.append(map_w or maps[0])  # the text has this parameter even where the filter is packed
-    if config.tensor_store(problem):
-        maps.append(_result_map(problem, config, buffers[-1]))
-    with_moments, tiles = layout.moments is not None, config.tiles_of(problem, addressings)
-    bits = {"w_lies": int(map_w is not None), "scaled": (problem.dtype == "float32") + 2 * with_moments, "x_tiles": operands.tiles}
-    phases = tuple(_arguments(problem, config, packed, addressing, tiles, bits) for addressing in addressings)
-    structs: tuple[tuple[int, ...], ...] = (*phases, *phases[-1:] * unused)
-    if defines["PHASES"] > 1:
-        structs += (repeat_arguments(problem, packed, len(addressings), alike(problem)[1], filter_last),)
-    if _may_recompute(problem, config):
-        launched = [addressing.phase for addressing in addressings]
-        structs += recompute_arguments(source or problem, launched, defines["PHASES"], filter_last)
-    if may_note(defines):
-        buffers += (layout.parts if with_moments else RESULT, *flagged, *((layout.redone or RESULT,) if flagged else ()))
-    else:
-        buffers += flagged
-    if defines["OUT"] == FLOAT and not (defines["BF16"] or config.is_pingpong):  # the kernel's JOINS
-        buffers += RESULT, tickets or RESULT
-        kept = finish(problem) if tickets else dict.fromkeys(finish(problem), 0)
-        structs += (JoinArguments(joins=int(tickets is not None), **kept),)
-    buffers += (operands.x_tiles,) if defines["PHASES"] > 1 else (operands.x_tiles, operands.w_tiles)
-    threads = 256 if config.is_twin else THREADS
-    return KernelLaunch(
-        KERNEL, defines, grid_of(problem, addressings, phases[0].tiles, config.blocks * multiprocessors), threads, buffers, (),
-        maps=tuple(maps),
-        shared=config.ring_for(problem).nbytes(config.STAGES), arch="sm_90a", arguments=structs,
-        # the epilogue runs on whole sums, not on a part
-        layer={} if tickets else finish_constants(phases[0]) | {"WITH_MOMENTS": int(with_moments)},
-    )
-
-
-#: The arguments of a split sum that the product adds.
-JoinArguments = kernel_struct(KERNEL, "JoinArguments")
-
-
-def _arguments(
-    problem: ConvProblem, config: ImplicitGemm, packed: PackedLayout, addressing: PhaseAddressing, tiles: tuple[int, int],
-    of_launch: Mapping[str, int],
-) -> Any:
-    """The kernel's arguments of a phase. All phases of a launch count the same `tiles`; `of_launch` are its other common values."""
-    phase, groups, rows = addressing.phase, problem.groups, problem.result_channels
-    tiles_m, tiles_pixels = tiles
-    blocks_group, _, channel_blocks = filter_sizes(problem, packed)
-    plane, size = math.prod(phase.size), phase.size
-    blocks = channel_blocks * math.prod(addressing.taps)
-    pixels = problem.N * plane
-    # loads see all images of a flat phase as one row of pixels
-    flat = addressing.flat
-    stride, low = (((1, 1, 1), (0, 0, 0)) if flat else (addressing.stride, addressing.low))
-    return arguments(
-        GemmPhase, **of_launch, tiles=tiles_m * tiles_pixels * config.SPLIT * groups, tiles_m=tiles_m, splits=config.SPLIT,
-        split_stages=ceil(ceil(blocks, 64 // packed.load), config.SPLIT), tiles_pixels=tiles_pixels, blocks=blocks,
-        channel_blocks=channel_blocks, rows_group=rows // groups, rows=rows, blocks_group=blocks_group,
-        row_blocks=row_blocks(problem, packed), channels_group=packed.group, channels=groups * packed.group,
-        **tap_numbers(packed, addressing), **by_axis("dilation_", addressing.dilation), pixels=pixels, limb_images=1 if flat else problem.N,
-        spatial_dims=addressing.spatial_dims, load_plane=pixels if flat else plane, load_pq=pixels if flat else size[1] * size[2],
-        load_q=pixels if flat else size[2], **by_axis("stride_", stride), **by_axis("low_", low), plane=plane, pq=size[1] * size[2],
-        q=size[2], **written_places(problem, phase), out_part=math.prod(problem.result_shape), **finish(problem, config.SPLIT > 1),
-    )  # fmt: skip
 
 
 def filter_key(problem: ConvProblem, config: ImplicitGemm) -> Hashable:

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal, get_args
 
 from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing, packed_layout, why_not
 from pycuda_conv.engines.base import FLAG, Config, Device, VariantSet
-from pycuda_conv.engines.geometry import Phase, ceil, repeats
+from pycuda_conv.engines.geometry import Phase, batches, ceil, repeats
 from pycuda_conv.engines.hopper.common import most_shared
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring
 from pycuda_conv.engines.limits import Takes, Tiles
@@ -142,14 +142,12 @@ def form(problem: ConvProblem) -> tuple[PackedLayout, tuple[PhaseAddressing, ...
 
 
 def _no_twin(problem: ConvProblem, config: ImplicitGemm) -> str | None:
-    """Why blocks can't have one consumer, or None if they can."""
     if config.BLOCK_M != 64 or config.SPLIT > 1 or problem.layout != "NCHW" or not defines_of(problem)["DENSE"]:
         return "a single consumer takes 64 rows, of whole sums in planes that are contiguous"
     return None
 
 
 def _no_pingpong(problem: ConvProblem, config: ImplicitGemm) -> str | None:
-    """Why consumers can't alternate tiles, or None if they can."""
     if products(problem) == 3 or config.BLOCK_M != 128 or paired(problem):
         return "consumers alternate tiles if these have 128 rows, of one product, and columns of one phase"
     most = 128 if problem.has_residual and config.SPLIT == 1 else 192
@@ -194,9 +192,7 @@ def paired(problem: ConvProblem) -> bool:
 
 def launches_of(problem: ConvProblem) -> Iterator[Sequence[PhaseAddressing]]:
     """The phases of each launch, without their repeats, which the launch computes too; in the order of their first pixels."""
-    args = first_ones(*alike(problem))
-    for first in range(0, len(args), PHASES):
-        yield args[first : first + PHASES]
+    return batches(first_ones(*alike(problem)), PHASES)
 
 
 @lru_cache(maxsize=64)  # the planner asks for it once a configuration

@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 from pycuda_conv.engines.base import FLAG, Config, ConvProblem, VariantSet, costs, fixed, kernel_struct
 from pycuda_conv.engines.geometry import arguments, ceil
-from pycuda_conv.engines.hopper.common import CLOCK, ROW, most_shared
-from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring
+from pycuda_conv.engines.hopper.common import CLOCK, ROW, most_shared, tight_map
+from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, with_most_stages
 from pycuda_conv.engines.limits import HALVES, HOPPER, IN_32_BITS, NOT_EMPTY, ONE_GROUP, POINTWISE, Takes, Tiles
-from pycuda_conv.engines.schedule import FINISH, INPUT, RESULT, WEIGHT, Schedule, finish_constants
+from pycuda_conv.engines.schedule import FINISH, INPUT, RESULT, WEIGHT, Schedule, finishing
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF
-from pycuda_conv.runtime.base import Device, KernelLaunch, TensorMap
+from pycuda_conv.runtime.base import Device, TensorMap
 
 
 class _Consumers(NamedTuple):
@@ -76,9 +76,13 @@ def _ring(config: Planes) -> Ring:
     return Ring(ROW * (config.BLOCK_M + config.BLOCK_N), results + ALIGNMENT, most_shared(_blocks_per_sm(config)))
 
 
-def _max_stages_of(rows: int, pixels: int) -> Planes:
-    """A tile with the most stages that shared memory has room for."""
-    return Planes(rows, pixels, _ring(Planes(rows, pixels)).deepest(range(STAGES, 1, -1)))
+def _consumers(config: Planes) -> int:
+    own = TILES[config.BLOCK_M, config.BLOCK_N]
+    return config.BLOCK_M // own.rows * (config.BLOCK_N // own.pixels)
+
+
+#: The tiles, each with the most stages that shared memory has room for.
+DEEPEST: list[Planes] = [with_most_stages(tile, _ring(tile), STAGES) for tile in (Planes(*size) for size in TILES)]
 
 
 def schedule(problem: ConvProblem, config: Planes, device: Device, with_moments: bool = False) -> Schedule:
@@ -86,25 +90,18 @@ def schedule(problem: ConvProblem, config: Planes, device: Device, with_moments:
     args = arguments(PlanesProduct, problem, tiles=problem.N * down * across, tiles_m=down, tiles_n=across, steps=steps)
     backward = problem.direction == "dgrad"
     first, last = problem.weight_shape[:2]
-    of_filter = TensorMap(WEIGHT, 0, (last, first, 1), (2 * last, 2 * last * first), (BLOCK, BLOCK, 1), ROW, problem.dtype)
+    of_filter = tight_map(WEIGHT, (last, first, 1), (BLOCK, BLOCK, 1), problem.dtype)
     maps = _planes(problem, INPUT, problem.operand_channels), of_filter, _planes(problem, RESULT, problem.result_channels, 1)
     defines = _defines(config) | {"TYPE": ELEMENTS[problem.dtype], "W_MN_MAJOR": int(backward)}
     grid = min(args.tiles, device.multiprocessors * _blocks_per_sm(config))
-    launch = KernelLaunch(
-        "hopper_planes", defines, grid, _threads(config), FINISH, (), maps=maps, shared=_ring(config).nbytes(config.STAGES), arch="sm_90a",
-        arguments=args, layer=finish_constants(args),
-    )  # fmt: skip
+    shared = _ring(config).nbytes(config.STAGES)
+    launch = finishing("hopper_planes", defines, grid, _threads(config), args, FINISH, maps=maps, shared=shared, arch="sm_90a")
     return Schedule.plain([[launch]])
 
 
 def _defines(config: Planes) -> dict[str, int]:
     own = TILES[config.BLOCK_M, config.BLOCK_N]
     return asdict(config) | {"WGMMA_N": own.pixels, "OWN_M": own.rows, "RESULTS": own.results}
-
-
-def _consumers(config: Planes) -> int:
-    own = TILES[config.BLOCK_M, config.BLOCK_N]
-    return config.BLOCK_M // own.rows * (config.BLOCK_N // own.pixels)
 
 
 def _threads(config: Planes) -> int:
@@ -127,15 +124,13 @@ def _tiles(problem: ConvProblem, config: Planes) -> tuple[int, int, int]:
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
-    for tile in TILES:
-        choices = fixed(_defines(_max_stages_of(*tile))) | {"TYPE": (HALF, BFLOAT), "W_MN_MAJOR": FLAG}
+    for tile in DEEPEST:
+        choices = fixed(_defines(tile)) | {"TYPE": (HALF, BFLOAT), "W_MN_MAJOR": FLAG}
         yield VariantSet("hopper_planes", choices, arch="sm_90a")
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Planes]:
-    for rows, pixels in TILES:
-        if rows == 64 or problem.result_channels > rows - 64:
-            yield _max_stages_of(rows, pixels)
+    return (tile for tile in DEEPEST if tile.BLOCK_M == 64 or problem.result_channels > tile.BLOCK_M - 64)
 
 
 def time(problem: ConvProblem, config: Planes, device: Device) -> float:

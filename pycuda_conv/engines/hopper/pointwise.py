@@ -15,11 +15,11 @@ from typing import Any
 from pycuda_conv.engines.base import FLAG, Config, ConvProblem, VariantSet, costs, kernel_struct
 from pycuda_conv.engines.costs import together
 from pycuda_conv.engines.geometry import arguments, ceil, filter_strides, pixel_by_pixel
-from pycuda_conv.engines.hopper.common import SHARED_BYTES, THREADS
+from pycuda_conv.engines.hopper.common import SHARED_BYTES, THREADS, tight_map
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring
 from pycuda_conv.engines.limits import HOPPER, IN_32_BITS, NOT_EMPTY, ONE_GROUP, Takes, Tiles, types
 from pycuda_conv.engines.range_guard import MomentsLayout
-from pycuda_conv.engines.schedule import FINISH, INPUT, PACKED, RESULT, WEIGHT, WORKSPACE, Arena, Moments, Schedule, finish_constants
+from pycuda_conv.engines.schedule import FINISH, INPUT, PACKED, RESULT, WEIGHT, WORKSPACE, Arena, Moments, Schedule, finishing
 from pycuda_conv.engines.split_sum import reduce_launch, splits
 from pycuda_conv.engines.tensor_cores import limbs, products
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch, TensorMap
@@ -156,7 +156,6 @@ def _busy(boxes: int, across: int, multiprocessors: int, one_product: bool) -> i
 
 
 def schedule(problem: ConvProblem, config: Pointwise, device: Device, with_moments: bool = False) -> Schedule:
-    """The launches of `config`, which can run `problem`. With `with_moments` they also compute the result's moments, if they can."""
     multiprocessors = device.multiprocessors
     scratch, kept = Arena(WORKSPACE), Arena(PACKED)
     layout = MomentsLayout(_moments(problem, config) if with_moments else None, scratch, multiprocessors)
@@ -170,18 +169,15 @@ def schedule(problem: ConvProblem, config: Pointwise, device: Device, with_momen
     if _wgrad(problem):
         maps = [_planes(problem, WEIGHT, problem.K, config.rows), _planes(problem, INPUT, problem.N, config.BLOCK_N)]  # dy, x
     elif _reads_filter(problem):
-        maps = [_images(problem, config), _raw_filter(problem, config)]
+        sizes = problem.operand_channels, problem.result_channels, 1
+        maps = [_images(problem, config), tight_map(WEIGHT, sizes, (32, config.BLOCK_N, 1), "tfloat32")]  # the load rounds it
     else:
         step, of_filter = _filter(problem, config, kept, defines)
         prepare, maps = [[step]], [_images(problem, config), of_filter]
     moments_at: tuple[BufferSlice, ...] = (layout.parts,) if layout.moments else ()
     buffers, grid = (*FINISH, target, *moments_at), min(product.tiles, multiprocessors)
     shared, args = _ring(config, limbs(problem)).nbytes(config.STAGES), product.arguments(problem)
-    launch = KernelLaunch(
-        "hopper_pointwise", defines, grid, THREADS, buffers, (), maps=tuple(maps), shared=shared, arch="sm_90a", arguments=args,
-        layer=finish_constants(args),
-    )  # fmt: skip
-    steps = [[launch]]
+    steps = [[finishing("hopper_pointwise", defines, grid, THREADS, args, buffers, maps=tuple(maps), shared=shared, arch="sm_90a")]]
     if split:
         steps.append([reduce_launch(problem, config.SPLIT, target)])
     return Schedule(prepare, steps, prepare + steps, scratch.used, kept.used, moments=layout.moments)
@@ -199,17 +195,15 @@ def _moments(problem: ConvProblem, config: Pointwise) -> Moments | None:
 def _planes(problem: ConvProblem, array: int, channels: int, rows: int) -> TensorMap:
     """The map of an array of images as wgrad reads it: a box is `rows` rows of 32 pixels."""
     plane, images = math.prod(problem.operand_size), problem.operand_channels
-    return TensorMap(array, 0, (plane, channels, images), (4 * plane, 4 * plane * channels), (32, rows, 1), 128, "float32")
+    return tight_map(array, (plane, channels, images), (32, rows, 1), "float32")
 
 
 def _images(problem: ConvProblem, config: Pointwise) -> TensorMap:
     """The map of the images: a box is 32 channels of 32 pixels, or in NHWC of all pixels of a tile."""
     plane, channels = math.prod(problem.operand_size), problem.operand_channels
     if problem.layout == "NHWC":
-        pixels = problem.N * plane
-        strides = (4 * channels, 4 * channels * pixels)
-        return TensorMap(INPUT, 0, (channels, pixels, 1), strides, (32, config.rows, 1), 128, "float32")
-    return TensorMap(INPUT, 0, (plane, channels, problem.N), (4 * plane, 4 * plane * channels), (32, 32, 1), 128, "float32")
+        return tight_map(INPUT, (channels, problem.N * plane, 1), (32, config.rows, 1), "float32")
+    return tight_map(INPUT, (plane, channels, problem.N), (32, 32, 1), "float32")
 
 
 def _filter(problem: ConvProblem, config: Pointwise, kept: Arena, defines: dict[str, int]) -> tuple[KernelLaunch, TensorMap]:
@@ -221,14 +215,7 @@ def _filter(problem: ConvProblem, config: Pointwise, kept: Arena, defines: dict[
     args = arguments(SplitFilter, rows=rows, channels=channels, padded=padded, row_step=row_step, channel_step=channel_step)
     grid = ceil(rows * padded, 256)
     step = KernelLaunch("split_filter", defines, grid, 256, (WEIGHT, place), (), "hopper_pointwise", arch="sm_90a", arguments=args)
-    sizes, strides = (padded, rows, limbs(problem)), (4 * padded, 4 * padded * rows)
-    return step, TensorMap(*place, sizes, strides, (32, config.BLOCK_N, 1), 128, "float32")
-
-
-def _raw_filter(problem: ConvProblem, config: Pointwise) -> TensorMap:
-    """The map of the filter as it lies: a box is 32 channels of all columns of a tile, which the load rounds."""
-    rows, channels = problem.result_channels, problem.operand_channels
-    return TensorMap(WEIGHT, 0, (channels, rows, 1), (4 * channels, 4 * channels * rows), (32, config.BLOCK_N, 1), 128, "tfloat32")
+    return step, tight_map(place, (padded, rows, limbs(problem)), (32, config.BLOCK_N, 1), "float32")
 
 
 def filter_key(problem: ConvProblem, config: Pointwise) -> Hashable:

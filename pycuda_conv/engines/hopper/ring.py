@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 ALIGNMENT = 1024  # swizzled stages begin at multiples of this many bytes; a block has as many bytes beside its ring for the alignment
 
@@ -33,6 +34,11 @@ class Ring(NamedTuple):
         if stages < 2 or self.nbytes(stages) > self.most:
             return f"its {stages} stages take {self.nbytes(stages):,} bytes of shared memory; a block has {self.most:,}"
         return "it has at least one split" if split < 1 else None
+
+
+def with_most_stages(config: Any, ring: Ring, most: int) -> Any:
+    """`config` with the most STAGES, up to `most`, that its `ring` has room for."""
+    return replace(config, STAGES=ring.deepest(range(most, 1, -1)))
 
 
 def sum_bytes(rows: int, columns: int) -> int:

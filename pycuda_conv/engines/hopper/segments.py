@@ -55,7 +55,7 @@ def launch(
 
     Filters have their second axis last in memory. With `joined_filter` there is one, for the channels of both.
     """
-    tile = replace(config, STAGES=dense._max_stages(config.BLOCK_M, config.BLOCK_N, 1, False))
+    tile = dense.deepest(config, False)
     (_, (one,)), (_, (other,)) = dense._addressed(first), dense._addressed(second)
     behind = dense._arguments(second, tile, other)
     total = dense._arguments(first, tile, one)

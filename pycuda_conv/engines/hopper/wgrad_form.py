@@ -1,4 +1,4 @@
-"""The convolution whose gradient by the filter ``cu/hopper/wgrad.cu`` computes, as its loads see it.
+"""The convolution whose gradient by the filter ``cu/hopper/wgrad.cu`` computes, as its loads see it; and its tiles.
 
 An array whose pixels are no multiple of 16 bytes is copied first, with zeros behind its channels. If x has few channels, the copy also
 folds taps into channels: one row of taps, or all. Groups are packed together, so that their channels fill a row of an operand.
@@ -15,8 +15,12 @@ from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing, phase_
 from pycuda_conv.engines.base import Config, ConvProblem
 from pycuda_conv.engines.costs import MULTIPROCESSORS, costs
 from pycuda_conv.engines.geometry import ceil, forward_of, phases
-from pycuda_conv.engines.hopper.common import CLOCK, map_type, pixel_cycles, stage_channels
+from pycuda_conv.engines.hopper.common import CLOCK, ROW, map_type, most_shared, pixel_cycles, stage_channels
+from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes
 from pycuda_conv.engines.tensor_cores import limbs
+
+PAIRED = 192  # columns of the widest tile of 64 rows with two blocks on a multiprocessor
+STAGES = 12  # the most stages of a ring
 
 
 @dataclass(frozen=True)
@@ -151,6 +155,74 @@ def position_count(problem: ConvProblem) -> int:
     """Positions of the convolution's result."""
     forward = forward_of(problem)
     return forward.N * math.prod(forward.output_size)
+
+
+# ---- tiles
+
+
+def is_tall(config: WgradNhwc, size: int) -> bool:
+    """Whether one consumer has all 128 rows of a tile, TALL in the kernel; `size`: bytes of an element's limbs."""
+    return size == 4 and config.BLOCK_M == config.BLOCK_N == 128
+
+
+def blocks_per_sm(config: WgradNhwc, size: int) -> int:
+    """Blocks that share a multiprocessor."""
+    return 2 if is_tall(config, size) or (config.BLOCK_M == 64 and config.BLOCK_N <= PAIRED) else 1
+
+
+def consumer_columns(config: WgradNhwc) -> int:
+    """Columns of a consumer: the widest tiles have two consumers side by side."""
+    return config.BLOCK_N if config.BLOCK_N <= 256 else 192
+
+
+def threads_of(config: WgradNhwc, size: int) -> int:
+    """Threads of a block: consumers and a producer, which is a warpgroup if consumers of 128 rows need its registers, or else a warp."""
+    across = config.BLOCK_N // consumer_columns(config)
+    down = 2 if config.BLOCK_M == 256 else 1 if across > 1 or is_tall(config, size) else config.BLOCK_M // 64
+    return 128 * down * across + (128 if config.BLOCK_M == 128 * down else 32)
+
+
+def ring_of(config: WgradNhwc, size: int) -> Ring:
+    """The ring of a tile, which the sums overwrite in the end. A stage has as many positions as a row has channels."""
+    rows, columns = config.BLOCK_M, config.BLOCK_N
+    return Ring(ROW * (rows + columns), ALIGNMENT, most_shared(blocks_per_sm(config, size)), sum_bytes(rows, columns))
+
+
+def max_stages(rows: int, columns: int, size: int) -> int:
+    """The most stages of a ring that shared memory has room for."""
+    return ring_of(WgradNhwc(rows, columns), size).deepest(range(STAGES, 1, -1))
+
+
+def image_stages(problem: ConvProblem) -> int:
+    """Stages of an image's plane."""
+    return ceil(math.prod(forward_of(problem).output_size), stage_channels(problem))
+
+
+def stages_of(problem: ConvProblem) -> int:
+    """Stages of all positions."""
+    if in_planes(problem):
+        return forward_of(problem).N * image_stages(problem)
+    return ceil(position_count(problem), stage_channels(problem))
+
+
+def stages_of_run(problem: ConvProblem, config: WgradNhwc) -> int:
+    """Stages of a run."""
+    return ceil(stages_of(problem), config.SPLIT)
+
+
+def column_blocks(problem: ConvProblem) -> int:
+    """Blocks of channels of a pack of x, for all taps."""
+    return tap_blocks(problem) * math.prod(as_loaded(problem).filter_size)
+
+
+def tap_blocks(problem: ConvProblem) -> int:
+    """Blocks of channels of a pack of x."""
+    return ceil(as_loaded(problem).C // group_packs(problem), stage_channels(problem))
+
+
+def tile_counts(problem: ConvProblem, config: WgradNhwc) -> tuple[int, int]:
+    """Tiles of a pack along the rows, and along the columns."""
+    return ceil(problem.K // group_packs(problem), config.BLOCK_M), ceil(column_blocks(problem), config.BLOCK_N // stage_channels(problem))
 
 
 FORM_COST = costs("hopper.wgrad_form")

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pycuda_conv import borders
-from pycuda_conv.engines.geometry import accumulator_bytes, arguments, bits, by_axis, ceil, divider, shown_once_along
+from pycuda_conv.engines.geometry import accumulator_bytes, arguments, bits, by_axis, ceil, divider, shown_once_along, side_numbers
 from pycuda_conv.engines.layout import border_planes
 from pycuda_conv.engines.schedule import INPUT, RESIDUAL, RESULT
 from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.variants import FLAG, VariantSet
-from pycuda_conv.problem import DTYPE_CODES, ConvProblem
+from pycuda_conv.engines.variants import VariantSet, portable, portable_choices
+from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch
 
 THREADS = 256
@@ -43,13 +43,10 @@ def _args(
     """The arguments of a launch for images of this `size`, and elements of the array that it writes."""
     wide = tuple(b + n + a for b, n, a in zip(before, size, after, strict=True))
     written = outer * math.prod(size if fold else wide) * inner
-    numbers: dict[str, int] = {}
+    numbers = side_numbers(size, border)
     near = wide[2] * inner >= EACH[dtype]
     for axis, n, words, *paddings in zip("dhw", size, border, before, after, strict=True):
         for prefix, word, padding in zip(("", "last_"), words, paddings, strict=True):
-            side = borders.side(word, n)
-            numbers |= {f"{prefix}{name}_{axis}": value for name, value in side._asdict().items()}
-            numbers[f"by_{prefix}period_{axis}"] = divider(side.period)
             start, step, reach = borders.near(word, n, bool(prefix))
             numbers |= {f"{prefix}near_{axis}": start, f"{prefix}step_{axis}": step}
             near = near and padding <= reach
@@ -59,9 +56,8 @@ def _args(
     outside = rim[0] * size[1] * size[2] + (size[0] - rim[0]) * of_slice
     if rims:
         written = outer * outside * inner
-    numbers |= {"rims": outside if rims else 0, "by_of_slice": divider(of_slice), "by_w": divider(size[2])}
-    numbers |= {"by_rim_w": divider(rim[2]), **by_axis("rim_", rim), **by_axis("box_", [first for first, _ in boxes])}
-    numbers |= by_axis("inside_", [inside for _, inside in boxes])
+    numbers |= {"rims": outside if rims else 0, "of_slice": of_slice, **by_axis("rim_", rim)}
+    numbers |= by_axis("box_", [first for first, _ in boxes]) | by_axis("inside_", [inside for _, inside in boxes])
     numbers |= {"near": int(near), "whole": int(inner % EACH[dtype] == 0 and not others["type"])} | _OF_OTHERS | others
     sizes = {"inner": inner, "line": (size if fold else wide)[2] * inner, **by_axis("", size), **by_axis("wide_", wide)}
     prepared = {f"by_{name}": 0 if big else divider(sizes[name]) for name in ("inner", "line", "d", "h", "wide_d", "wide_h")}
@@ -75,10 +71,6 @@ def _args(
 _OF_OTHERS = dict.fromkeys((
     "rows", "rows_each", "lane_bits", "tiles", "positions", "vector", "planes",
 ), 0)  # fmt: skip
-
-
-def _defines(dtype: str, big: bool) -> dict[str, int]:
-    return {"DTYPE": DTYPE_CODES[dtype], "INDEX_64": int(big), "THREADS": THREADS}
 
 
 def _is_big(problem: ConvProblem) -> bool:
@@ -113,7 +105,7 @@ def _copy(dtype: str, big: bool, args: Any, written: int, source: BufferSlice, t
     rows, line = written // max(args.line, 1), args.line
     if not args.near or rows < LEAST_ROWS:
         blocks = ceil(written, EACH[dtype] * THREADS)
-        return KernelLaunch("border_copy", _defines(dtype, big), blocks, THREADS, (source, target), (), "bordered", arguments=args)
+        return KernelLaunch("border_copy", portable(dtype, big, THREADS), blocks, THREADS, (source, target), (), "bordered", arguments=args)
     vector = EACH[dtype] if args.whole else 1
     positions = line // vector
     lanes = min(LANES, key=lambda lanes: (ceil(positions, lanes) * lanes, -lanes))
@@ -127,7 +119,8 @@ def _copy(dtype: str, big: bool, args: Any, written: int, source: BufferSlice, t
         rows=rows, rows_each=each, lane_bits=lanes.bit_length() - 1, tiles=tiles, by_tiles=divider(tiles), positions=positions,
         vector=vector,
     )
-    return KernelLaunch("border_rows", _defines(dtype, big), blocks_of(each), THREADS, (source, target), (), "bordered", arguments=args)
+    defines = portable(dtype, big, THREADS)
+    return KernelLaunch("border_rows", defines, blocks_of(each), THREADS, (source, target), (), "bordered", arguments=args)
 
 
 def fold(problem: ConvProblem, wide: BufferSlice, to: BufferSlice, device: Device) -> list[KernelLaunch]:
@@ -145,7 +138,7 @@ def fold(problem: ConvProblem, wide: BufferSlice, to: BufferSlice, device: Devic
             has_residual=int(problem.has_residual), planes=outer,
         )  # fmt: skip
         blocks, buffers = ceil(written, THREADS), (wide, RESIDUAL, to)
-        return KernelLaunch("border_fold", _defines(problem.dtype, big), blocks, THREADS, buffers, (), "bordered", arguments=args)
+        return KernelLaunch("border_fold", portable(problem.dtype, big, THREADS), blocks, THREADS, buffers, (), "bordered", arguments=args)
 
     if problem.has_residual or big:
         return [launch(False)]
@@ -163,13 +156,9 @@ PLANES = 8  # planes, or images with channels last, of a thread of ``border_fold
 
 def round_to(problem: ConvProblem, exact: BufferSlice) -> KernelLaunch:
     """Round the result to the type of integers that was asked for."""
-    return _rounding(math.prod(problem.result_shape), problem.dtype, problem.result_dtype, exact, RESULT)
-
-
-def _rounding(size: int, given: str, dtype: str, source: BufferSlice, target: BufferSlice) -> KernelLaunch:
-    numbers = size, TYPES[dtype]
-    blocks = ceil(size, EACH[given] * THREADS)
-    return KernelLaunch("border_round", _defines(given, False), blocks, THREADS, (source, target), numbers, "bordered")
+    size, defines = math.prod(problem.result_shape), portable(problem.dtype, False, THREADS)
+    blocks, numbers = ceil(size, EACH[problem.dtype] * THREADS), (size, TYPES[problem.result_dtype])
+    return KernelLaunch("border_round", defines, blocks, THREADS, (exact, RESULT), numbers, "bordered")
 
 
 def converting(size: int, given: str, dtype: str, source: BufferSlice, target: BufferSlice) -> KernelLaunch:
@@ -177,11 +166,11 @@ def converting(size: int, given: str, dtype: str, source: BufferSlice, target: B
     big, none = size >= 2**31 - 2**20, (0, 0, 0)
     args, _ = _args(dtype, 1, (1, 1, size), 1, borders.NONE, none, none, big, False, value=0, type=TYPES[given], has_residual=0)
     blocks = ceil(size, EACH[dtype] * THREADS)
-    return KernelLaunch("border_copy", _defines(dtype, big), blocks, THREADS, (source, target), (), "bordered", arguments=args)
+    return KernelLaunch("border_copy", portable(dtype, big, THREADS), blocks, THREADS, (source, target), (), "bordered", arguments=args)
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each type."""
-    yield VariantSet("bordered", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "THREADS": (THREADS,)})
+    yield VariantSet("bordered", portable_choices(THREADS))
     if device.backend == "cuda":
         yield from border_planes.variants()

@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator
 
 from pycuda_conv import borders
-from pycuda_conv.engines.geometry import accumulator_bytes, arguments, bits, ceil, divider
+from pycuda_conv.engines.geometry import accumulator_bytes, arguments, bits, by_axis, ceil, side_numbers
 from pycuda_conv.engines.schedule import INPUT, RESIDUAL
 from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.variants import FLAG, VariantSet
-from pycuda_conv.problem import DTYPE_CODES, ConvProblem
+from pycuda_conv.engines.variants import VariantSet, portable, portable_choices
+from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch
 
 THREADS = 256
@@ -47,24 +47,15 @@ def _launch(
         return None
     some = min(ENOUGH // (unit * read * held), ceil(ceil(planes, unit), BLOCKS_EACH * device.multiprocessors))
     each = unit * max(some, 1)
-    numbers: dict[str, int] = {}
-    for axis, n, words in zip("hw", narrow, (problem.border or borders.NONE)[1:], strict=True):
-        for prefix, word in zip(("", "last_"), words, strict=True):
-            side = borders.side(word, n)
-            numbers |= {f"{prefix}{name}_{axis}": value for name, value in side._asdict().items()}
-            numbers[f"by_{prefix}period_{axis}"] = divider(side.period)
-    sizes: dict[str, int] = dict(zip(("h", "w", "wide_h", "wide_w"), (*narrow, *wide), strict=True))
-    sizes |= {f"by_{name}": divider(sizes[name]) for name in ("h", "wide_h")}
     args = arguments(
-        PlanesArguments, planes=planes, each=each, before_h=before[0], before_w=before[1],
+        PlanesArguments, side_numbers(narrow, (problem.border or borders.NONE)[1:], "hw"), planes=planes, each=each,
+        **by_axis("", narrow, "hw"), **by_axis("wide_", wide, "hw"), **by_axis("before_", before, "hw"),
         value=0 if folds else bits(problem.border_value, accumulator_bytes(problem)), has_residual=int(folds and problem.has_residual),
-        **sizes, **numbers,
     )  # fmt: skip
-    defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(big), "THREADS": THREADS}
-    shared = tables + each * read * held
+    defines, shared = portable(problem.dtype, big, THREADS), tables + each * read * held
     return KernelLaunch(kernel, defines, ceil(planes, each), THREADS, buffers, (), "border_planes", shared=shared, arguments=args)
 
 
 def variants() -> Iterator[VariantSet]:
     """A text for each type."""
-    yield VariantSet("border_planes", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "THREADS": (THREADS,)})
+    yield VariantSet("border_planes", portable_choices(THREADS))

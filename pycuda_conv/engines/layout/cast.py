@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from pycuda_conv.engines.geometry import ceil
-from pycuda_conv.engines.variants import VariantSet
+from pycuda_conv.engines.variants import VariantSet, portable
 from pycuda_conv.problem import DTYPE_CODES
 from pycuda_conv.runtime.base import BufferSlice, KernelLaunch
 
@@ -50,8 +50,7 @@ def _cast(kernel: str, dtype: str, parts: Sequence[Part]) -> KernelLaunch:
 
 
 def _launch(kernel: str, dtype: str, blocks: int, buffers: tuple[BufferSlice, ...], *scalars: int) -> KernelLaunch:
-    defines = {"DTYPE": DTYPE_CODES[dtype], "INDEX_64": 0, "THREADS": THREADS}
-    return KernelLaunch(kernel, defines, blocks, THREADS, buffers, scalars, "cast")
+    return KernelLaunch(kernel, portable(dtype, False, THREADS), blocks, THREADS, buffers, scalars, "cast")
 
 
 def variants() -> Iterator[VariantSet]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from pycuda_conv.engines.geometry import arguments, by_axis, ceil, divider
+from pycuda_conv.engines.geometry import arguments, by_axis, ceil
 from pycuda_conv.engines.schedule import INPUT, WEIGHT
 from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.variants import FLAG, VariantSet
+from pycuda_conv.engines.variants import VariantSet, portable, portable_choices
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
-from pycuda_conv.runtime.base import BufferSlice, KernelLaunch
+from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch
 
 THREADS = 256
 MOST_VARIANTS = {"cuda": 9, "opencl": 9}  # texts, as an engine says it
@@ -21,11 +21,6 @@ EnlargeArguments = kernel_struct("upsampled", "EnlargeArguments")
 SumTapsArguments = kernel_struct("sum_taps", "SumTapsArguments")
 
 
-def _divider(n: int, big: bool) -> int:
-    """A prepared divisor; kernels that count in 64 bits divide without."""
-    return 0 if big else divider(n)
-
-
 def enlarge(problem: ConvProblem, to: BufferSlice) -> KernelLaunch:
     """Enlarge the image that an upsampling `problem` reads."""
     last = problem.layout == "NHWC"
@@ -34,10 +29,9 @@ def enlarge(problem: ConvProblem, to: BufferSlice) -> KernelLaunch:
     inner, (_, h, w) = pixel // word, problem.operand_size
     size = math.prod(problem.input_shape) * problem.input_itemsize // word
     big = size * math.prod(problem.upsample) >= 2**31 - 2**20
-    sizes = {"inner": inner, "line": inner * w, "h": h}
+    undivided = {"by_inner": 0, "by_line": 0, "by_h": 0} if big else {}  # kernels that count in 64 bits need no prepared divisors
     args = arguments(
-        EnlargeArguments, size=size, **sizes, **{f"by_{name}": _divider(n, big) for name, n in sizes.items()},
-        **by_axis("times_", problem.upsample),
+        EnlargeArguments, size=size, inner=inner, line=inner * w, h=h, **undivided, **by_axis("times_", problem.upsample)
     )
     defines = {"DTYPE": DTYPE_CODES["float32"], "BYTES": word, "INDEX_64": int(big), "THREADS": THREADS}
     return KernelLaunch("enlarge", defines, ceil(size, THREADS), THREADS, (INPUT, to), (), "upsampled", arguments=args)
@@ -67,11 +61,11 @@ def sum_taps(problem: ConvProblem, given_last: bool, last: bool, to: BufferSlice
         **dict(zip(("row_step", "channel_step", "tap_step"), steps, strict=True)),
     )  # fmt: skip
     big = problem.groups * rows * channels * max(taps, given) >= 2**31 - 2**20
-    defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(big), "THREADS": THREADS}
-    return KernelLaunch("sum_taps", defines, tiles * tiles_k * problem.groups, THREADS, (WEIGHT, to), (), arguments=args)
+    grid = tiles * tiles_k * problem.groups
+    return KernelLaunch("sum_taps", portable(problem.dtype, big, THREADS), grid, THREADS, (WEIGHT, to), (), arguments=args)
 
 
-def variants() -> Iterator[VariantSet]:
+def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each size of words, and for each type of filters."""
-    yield VariantSet("upsampled", {"DTYPE": (DTYPE_CODES["float32"],), "BYTES": WORDS, "INDEX_64": FLAG, "THREADS": (THREADS,)})
-    yield VariantSet("sum_taps", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "THREADS": (THREADS,)})
+    yield VariantSet("upsampled", portable_choices(THREADS) | {"DTYPE": (DTYPE_CODES["float32"],), "BYTES": WORDS})
+    yield VariantSet("sum_taps", portable_choices(THREADS))

@@ -16,7 +16,7 @@ from pycuda_conv.engines.layout import transpose_filter
 from pycuda_conv.engines.schedule import INPUT, OPERANDS, RESULT, WEIGHT, grid_refusal
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, FLOAT, HALF, is_multiplied, products
-from pycuda_conv.engines.variants import FLAG, VariantSet
+from pycuda_conv.engines.variants import FLAG, VariantSet, portable, portable_choices
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch
 
@@ -188,8 +188,7 @@ def launch(problem: ConvProblem, device: Device, filter_last: bool = False, plac
         texts = {"TYPE": ELEMENTS[problem.dtype], "PRODUCTS": products(problem), "WIDE": wide, "GRADIENT": _gradient(problem)}
         buffers = OPERANDS if place is None else (OPERANDS[0], place, *OPERANDS[2:])
         return KernelLaunch("rims_product", texts, product_blocks(problem), THREADS, buffers, (), shared=SHARED, arguments=args)
-    defines = {
-        "DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(needs_64_bits(problem)), "THREADS": THREADS,
+    defines = portable(problem.dtype, needs_64_bits(problem), THREADS) | {
         "NHWC": int(problem.layout == "NHWC"), "VECTOR": _vector(problem), "GRADIENT": _gradient(problem), "ITEMS": _items(problem),
         "ALONE": int(_alone(problem)),
     }  # fmt: skip
@@ -205,15 +204,14 @@ def _of_filter(problem: ConvProblem, filter_last: bool) -> KernelLaunch:
     of_x, of_dy = ((1, channels) if last else (plane, 1) for channels, plane in ((c * problem.groups, h * w), (k, p * q)))
     blocks_k = ceil(k, lanes)
     args = arguments(
-        RimsFilterArguments, images=images, k=k, c=c, k_group=k // problem.groups, blocks_k=blocks_k, h=h, w=w, p=p, q=q,
-        **by_axis("", problem.output_size[1:], "rs"), taps=taps, x_image=c * problem.groups * h * w, x_channel=of_x[0], x_pixel=of_x[1],
-        dy_image=k * p * q, dy_channel=of_dy[0], dy_pixel=of_dy[1], dw_k=c * taps, dw_c=1 if filter_last else taps,
-        dw_tap=c if filter_last else 1, **by_axis("pad_", problem.padding_before[1:], "hw"),
-        **by_axis("stride_", problem.dilation[1:], "hw"), **by_axis("dilation_", problem.stride[1:], "hw"),
-        **{name: value for name, value in (near_sides(problem) or {}).items() if not name.endswith("d")},
+        RimsFilterArguments, near_sides(problem) or {}, images=images, k=k, c=c, k_group=k // problem.groups, blocks_k=blocks_k,
+        h=h, w=w, p=p, q=q, **by_axis("", problem.output_size[1:], "rs"), taps=taps,
+        x_image=c * problem.groups * h * w, x_channel=of_x[0], x_pixel=of_x[1], dy_image=k * p * q, dy_channel=of_dy[0],
+        dy_pixel=of_dy[1], dw_k=c * taps, dw_c=1 if filter_last else taps, dw_tap=c if filter_last else 1,
+        **by_axis("pad_", problem.padding_before[1:], "hw"), **by_axis("stride_", problem.dilation[1:], "hw"),
+        **by_axis("dilation_", problem.stride[1:], "hw"),
     )  # fmt: skip
-    defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(needs_64_bits(problem)), "THREADS": threads, "LANES": lanes}
-    buffers = INPUT, WEIGHT, RESULT
+    defines, buffers = portable(problem.dtype, needs_64_bits(problem), threads) | {"LANES": lanes}, (INPUT, WEIGHT, RESULT)
     return KernelLaunch("border_rims_filter", defines, blocks_k * c * taps, threads, buffers, (), "rims_filter", arguments=args)
 
 
@@ -221,13 +219,12 @@ def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each type, layout and direction."""
     for dtype, vector in VECTORS.items():
         gradient = FORWARD, ANEW if ELEMENTS.get(dtype) in (HALF, BFLOAT) else ADDS
-        choices = {"DTYPE": (DTYPE_CODES[dtype],), "INDEX_64": FLAG, "THREADS": (THREADS,), "GRADIENT": gradient}
+        choices = portable_choices(THREADS) | {"DTYPE": (DTYPE_CODES[dtype],), "GRADIENT": gradient}
         yield VariantSet("rims", choices | {"NHWC": FLAG, "VECTOR": (1,), "ITEMS": (1, ITEMS), "ALONE": FLAG})
         if vector > 1:
             yield VariantSet("rims", choices | {"NHWC": (1,), "VECTOR": (vector,), "ITEMS": (1,), "ALONE": (1,)})
     for lanes, threads in OF_FILTER.values():
-        choices = {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "THREADS": (threads,), "LANES": (lanes,)}
-        yield VariantSet("rims_filter", choices)
+        yield VariantSet("rims_filter", portable_choices(threads) | {"LANES": (lanes,)})
     if device.backend == "cuda" and device.capability >= (8, 0):
         choices = {"PRODUCTS": (1, 3), "WIDE": (0, 1, 2)}
         yield VariantSet("rims_product", choices | {"TYPE": (HALF, BFLOAT), "GRADIENT": (FORWARD, ANEW)}, is_multiplied)

@@ -275,7 +275,6 @@ def _merges(problem: ConvProblem) -> bool:
 def _product(
     problem: ConvProblem, config: Dmma, form: _Form, part: _Part, weight: Buffer, packed: bool, target: Buffer, device: Device
 ) -> KernelLaunch:
-    """The launch of a part."""
     tile = _tile(problem, config)
     assert tile is not None, "refused"
     defines, args = _defines(config, tile, form, device), _arguments(problem, config, form, part, packed)
@@ -334,17 +333,13 @@ def _arguments(problem: ConvProblem, config: Dmma, form: _Form, part: _Part, pac
     _, y_base, *y_steps = places(problem, phase)
     _, height, width = problem.result_size
     pairs = y.pixel == 1 and phase.step == (1, 1, 1) and not any(n % 2 for n in (y.image, y.group, y.channel, o * p * q))
-    axes = {
-        "stride_": phase.stride, "pad_": phase.pad, "dilation_": phase.dilation, "y_": y_steps,
-        "phase_": (height * width * y.pixel, width * y.pixel, y.pixel),
-    }
     return arguments(
-        DmmaArguments, problem, pixels=problem.N * o * p * q, rows=rows, reduction=reduction, splits=config.SPLIT,
-        split_steps=ceil(ceil(reduction, block_k(config)), config.SPLIT), tiles_m=ceil(rows, config.BLOCK_M), channels_inside=int(packed),
-        inner=inner, rs=max(r * s, 1), s=max(s, 1), opq=o * p * q, pq=p * q, q=q, w_base=w_base, w_group=w_group, w_row=w_row,
-        w_channel=w_channel, **by_axis("w_", of_taps, "trs"), y_base=y_base, phases=part.phases, phases_hw=part.many[1] * part.many[2],
-        phases_w=part.many[2], pairs=int(pairs), **finish(problem, config.SPLIT > 1),
-        **{prefix + axis: n for prefix, numbers in axes.items() for axis, n in zip("dhw", numbers, strict=True)},
+        DmmaArguments, problem, phase, finish(problem, config.SPLIT > 1), pixels=problem.N * o * p * q, rows=rows, reduction=reduction,
+        splits=config.SPLIT, split_steps=ceil(ceil(reduction, block_k(config)), config.SPLIT), tiles_m=ceil(rows, config.BLOCK_M),
+        channels_inside=int(packed), inner=inner, rs=max(r * s, 1), s=max(s, 1), opq=o * p * q, w_base=w_base, w_group=w_group,
+        w_row=w_row, w_channel=w_channel, **by_axis("w_", of_taps, "trs"), y_base=y_base, phases=part.phases,
+        phases_hw=part.many[1] * part.many[2], phases_w=part.many[2], pairs=int(pairs), **by_axis("y_", y_steps),
+        **by_axis("phase_", (height * width * y.pixel, width * y.pixel, y.pixel)),
     )
 
 

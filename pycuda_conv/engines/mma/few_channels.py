@@ -16,7 +16,7 @@ from pycuda_conv.engines.base import FLAG, Config, Device, KernelLaunch, Variant
 from pycuda_conv.engines.costs import bytes_moved, costs
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, read_strides
 from pycuda_conv.engines.limits import AMPERE, NOT_EMPTY, Takes, Tiles, types
-from pycuda_conv.engines.schedule import GRID_LIMIT, OPERANDS, Schedule, finish_constants
+from pycuda_conv.engines.schedule import GRID_LIMIT, Schedule, finishing
 from pycuda_conv.engines.tensor_cores import ELEMENTS, SHARED_BYTES, is_multiplied, products
 from pycuda_conv.problem import ConvProblem, Size3
 
@@ -170,10 +170,7 @@ def _launch(problem: ConvProblem, config: FewChannels, device: Device, strides: 
         "TYPE": ELEMENTS[problem.dtype], "PRODUCTS": products(problem), "COLUMN_TILES": eights, "ROWS": rows, "PIXEL_TILES": sixteens,
         "WIDE_LOADS": int(_wide_loads(problem)),
     }  # fmt: skip
-    grid = workers * tile.combinations
-    return KernelLaunch(
-        "few_channels", defines, grid, 32 * WARPS, OPERANDS, (), shared=tile.shared, arguments=args, layer=finish_constants(args)
-    )
+    return finishing("few_channels", defines, workers * tile.combinations, 32 * WARPS, args, shared=tile.shared)
 
 
 def variants(device: Device) -> Iterator[VariantSet]:

@@ -16,7 +16,7 @@ from pycuda_conv.engines.base import Config, ConvProblem, Device, KernelLaunch, 
 from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.geometry import arguments, ceil, even_parts, forward_of
 from pycuda_conv.engines.limits import AMPERE, IN_32_BITS, NOT_EMPTY, TWO_AXES, Takes, Tiles, types
-from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Schedule
+from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, Schedule
 from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, SHARED_BYTES, limbs, product_rate, products
 
 THREADS, WARPS = 256, 8
@@ -100,7 +100,6 @@ def _tiles(problem: ConvProblem, config: FewChannelsWgrad) -> int:
 
 
 def _columns(roles: _Roles) -> int:
-    """Columns of the product."""
     return roles.down.taps * roles.right.taps * roles.thin
 
 
@@ -156,13 +155,12 @@ LEGAL = Tiles(
 
 def schedule(problem: ConvProblem, config: FewChannelsWgrad, device: Device, with_moments: bool = False) -> Schedule:
     defines = {"TYPE": ELEMENTS[problem.dtype], "LIMBS": limbs(problem), "M_TILES": config.M_TILES, "N_TILES": config.N_TILES}
-    whole = config.PARTS == 1 and problem.itemsize == 4  # other sums are rounded by the launch that adds parts
     arrays = (INPUT, WEIGHT) if _roles(problem).flipped else (WEIGHT, INPUT)  # x and dy
     launch = KernelLaunch(
-        "few_channels_wgrad", defines, _grid(problem, config), THREADS, (*arrays, RESULT if whole else WORKSPACE), (),
+        "few_channels_wgrad", defines, _grid(problem, config), THREADS, (*arrays, RESULT), (),
         shared=_shared_bytes(problem, config), arguments=_arguments(problem, config),
     )  # fmt: skip
-    return Schedule.plain([[launch]]) if whole else split_sum.in_parts(problem, launch, config.PARTS)
+    return split_sum.in_parts(problem, launch, config.PARTS, rounds=False)
 
 
 def _arguments(problem: ConvProblem, config: FewChannelsWgrad) -> Any:
@@ -237,8 +235,7 @@ def time(problem: ConvProblem, config: FewChannelsWgrad, device: Device) -> floa
     """Microseconds that `config` should take: the work of the multiprocessor with most blocks, or bytes; and adding the parts."""
     roles, multiprocessors, itemsize = _roles(problem), device.multiprocessors, problem.itemsize
     groups = config.TILE_P * config.TILE_Q // GROUP * config.WARPS_N  # of all warps
-    steps, size = itemsize // 2, math.prod(problem.result_shape)
-    sums = config.M_TILES * config.N_TILES
+    steps, sums = itemsize // 2, config.M_TILES * config.N_TILES
     multiplied = products(problem) * groups * sums * steps * 16 * 8 * 16 / product_rate(device)
     words, loads = math.prod(_met(roles, config)), config.TILE_P * config.TILE_Q * config.M_TILES * itemsize
     shared = groups * steps * (4 * config.M_TILES + 3 * limbs(problem) * config.N_TILES) + (words + 4 * loads) / 32
@@ -249,4 +246,4 @@ def time(problem: ConvProblem, config: FewChannelsWgrad, device: Device) -> floa
     us = COST.BEGIN + COST.MEASURED * ceil(blocks, BLOCKS) * cycles / COST.CLOCK
     moved = problem.itemsize * (math.prod(problem.input_shape) + math.prod(problem.weight_shape))
     us = max(us, COST.BEGIN + spread(moved / COST.MEMORY, multiprocessors))
-    return us if config.PARTS == 1 and itemsize == 4 else us + split_sum.time(size, config.PARTS, 4, multiprocessors)
+    return us + split_sum.time(problem, config.PARTS, device, rounds=False)

@@ -16,7 +16,7 @@ from pycuda_conv.engines.base import FLAG, Config, ConvProblem, Device, KernelLa
 from pycuda_conv.engines.costs import bytes_moved, costs
 from pycuda_conv.engines.geometry import NO_SIDES, arguments, by_axis, ceil, near_sides
 from pycuda_conv.engines.limits import AMPERE, IN_32_BITS, NOT_EMPTY, Takes, Tiles, types
-from pycuda_conv.engines.schedule import OPERANDS, Schedule, finish_constants
+from pycuda_conv.engines.schedule import Schedule, finishing
 from pycuda_conv.engines.tensor_cores import ELEMENTS, SHARED_BYTES, is_multiplied, products
 
 WARPS = 8  # of a block
@@ -84,7 +84,6 @@ def _tile(problem: ConvProblem, config: FewInputs) -> Any:
 
 
 def _channels(problem: ConvProblem) -> int:
-    """Input channels of a group."""
     return problem.operand_channels // problem.groups
 
 
@@ -134,7 +133,6 @@ LEGAL = Tiles(
 
 
 def border_time(source: ConvProblem, config: FewInputs) -> float:
-    """Microseconds that reading a border takes beside the time of the wider image's."""
     return float(COST.BORDERED * source.N * math.prod(source.input_size))
 
 
@@ -158,7 +156,6 @@ def _of_zeros(source: ConvProblem) -> ConvProblem:
 def schedule(
     problem: ConvProblem, config: FewInputs, device: Device, with_moments: bool = False, source: ConvProblem | None = None
 ) -> Schedule:
-    """The launches of `config`, which can run `problem`; they note no moments. With `source` they read its image."""
     sides, seen = (near_sides(source), _of_zeros(source)) if source else (None, problem)
     return Schedule.reading(problem, lambda strides: [[_launch(seen, config, device, strides, sides)]])
 
@@ -193,10 +190,7 @@ def _launch(
         wide=wide, bordered=int(sides is not None), **(sides or NO_SIDES),
     )  # fmt: skip
     defines = {"TYPE": ELEMENTS[problem.dtype], "BLOCK_N": config.BLOCK_N, "PLANES": int(planes), "PRODUCTS": products(problem)}
-    return KernelLaunch(
-        "few_inputs", defines, workers * tile.chunks, 32 * WARPS, OPERANDS, (), shared=tile.shared, arguments=args,
-        layer=finish_constants(args),
-    )  # fmt: skip
+    return finishing("few_inputs", defines, workers * tile.chunks, 32 * WARPS, args, shared=tile.shared)
 
 
 def variants(device: Device) -> Iterator[VariantSet]:

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from pycuda_conv.engines.base import Config, ConvProblem, Device, KernelLaunch, VariantSet, kernel_struct
+from pycuda_conv.engines.base import Config, ConvProblem, Device, VariantSet, kernel_struct
 from pycuda_conv.engines.costs import MULTIPROCESSORS, costs
 from pycuda_conv.engines.geometry import Phase, arguments, ceil, count_phases, phases, places
 from pycuda_conv.engines.hopper.common import MOST_SHARED
 from pycuda_conv.engines.limits import HOPPER, IN_32_BITS, NOT_EMPTY, TWO_AXES, Takes, Tiles, types
-from pycuda_conv.engines.schedule import OPERANDS, Schedule, finish_constants
+from pycuda_conv.engines.schedule import Schedule, finishing
 from pycuda_conv.engines.tensor_cores import ELEMENTS, is_multiplied, products
 
 WARPS, WARP_M = 8, 32  # warps of a block; channels of the result of a warp
@@ -127,26 +127,20 @@ def _tile(problem: ConvProblem, config: FewPixels) -> Any:
 def _phase(
     problem: ConvProblem, config: FewPixels, phase: Phase, at: _Positions, slot: _Slot, pitch: int, ring_at: int
 ) -> Any:
-    """The kernel's arguments of a phase."""
-    (_, size_h, size_w), (_, r, s), (_, step_h, step_w) = phase.size, phase.taps, phase.dilation
+    (_, size_h, size_w), (_, r, s), down, right = phase.size, phase.taps, phase.along(1), phase.along(2)
     filter_s, w_taps = problem.filter_size[2], math.prod(problem.filter_size)
     units, tiles_m = ceil(problem.operand_channels * problem.itemsize, UNIT_BYTES), ceil(problem.result_channels, config.BLOCK_M)
     count = problem.N * size_h * size_w
-    # x is read from its first row and column on, and taps are reversed if they step back
-    across_r, across_s = phase.every[1] * filter_s, phase.every[2]
-    base = phase.first[1] * filter_s + phase.first[2]
-    base += (across_r * (r - 1) if step_h < 0 else 0) + (across_s * (s - 1) if step_w < 0 else 0)
     _, out_base, _, out_h, out_w = places(problem, phase)
     line_threads = max(32 * WARPS // slot.lines, 1)
     return arguments(
         FewPixelsPhase, problem, slot, at, tiles=tiles_m * ceil(count, config.BLOCK_N), tiles_m=tiles_m, warps_m=config.BLOCK_M // WARP_M,
         units=units if r * s else 0, part=ceil(units, config.CLUSTER), stage_units=slot.units, gradient=int(problem.direction == "dgrad"),
         line_step=problem.weight_shape[1] * w_taps, line_threads=line_threads, lines_at_once=32 * WARPS // line_threads, w_taps=w_taps,
-        steps=slot.units * r * s, taps=r * s, taps_s=s, tap_base=base, tap_step_r=-across_r if step_h < 0 else across_r,
-        tap_step_s=-across_s if step_w < 0 else across_s, step_h=abs(step_h), step_w=abs(step_w), pixels=count, images=problem.N,
-        plane=size_h * size_w, q=size_w, stride_h=phase.stride[1], stride_w=phase.stride[2], low_h=-phase.pad[1] + min(0, (r - 1) * step_h),
-        low_w=-phase.pad[2] + min(0, (s - 1) * step_w), chunks=ring_at // 128, pitch=pitch, ring_at=ring_at, slot_bytes=slot.nbytes,
-        x_at=slot.w_bytes, out_base=out_base, out_h=out_h, out_w=out_w,
+        steps=slot.units * r * s, taps=r * s, taps_s=s, tap_base=down.base * filter_s + right.base, tap_step_r=down.step * filter_s,
+        tap_step_s=right.step, step_h=down.dilation, step_w=right.dilation, pixels=count, images=problem.N, plane=size_h * size_w,
+        q=size_w, stride_h=down.stride, stride_w=right.stride, low_h=down.low, low_w=right.low, chunks=ring_at // 128, pitch=pitch,
+        ring_at=ring_at, slot_bytes=slot.nbytes, x_at=slot.w_bytes, out_base=out_base, out_h=out_h, out_w=out_w,
     )  # fmt: skip
 
 
@@ -172,18 +166,12 @@ def schedule(problem: ConvProblem, config: FewPixels, device: Device, with_momen
     args = tile.phases
     if len(args) > 1:
         args += (args[-1]._replace(tiles=0),) * (PHASES - len(args))  # empty phases fill the kernel's parameter
-    launch = KernelLaunch(
-        "mma_few_pixels", _defines(problem, config), _blocks(problem, config), 32 * WARPS, OPERANDS, (), shared=tile.shared, arguments=args,
-        layer=finish_constants(args[0]),
-    )  # fmt: skip
-    return Schedule.plain([[launch]])
-
-
-def _defines(problem: ConvProblem, config: FewPixels) -> dict[str, int]:
-    return {
+    defines = {
         "TYPE": ELEMENTS[problem.dtype], "PRODUCTS": products(problem), "BLOCK_N": config.BLOCK_N, "CLUSTER": config.CLUSTER,
-        "PHASES": 1 if len(phases(problem)) == 1 else PHASES,
+        "PHASES": len(args),
     }  # fmt: skip
+    launch = finishing("mma_few_pixels", defines, _blocks(problem, config), 32 * WARPS, args, shared=tile.shared)
+    return Schedule.plain([[launch]])
 
 
 def sum_order(problem: ConvProblem, config: FewPixels) -> Hashable:

@@ -22,7 +22,7 @@ from pycuda_conv.engines.packed_product import ARITHMETICS, arithmetic, assemble
 from pycuda_conv.engines.packing import Operands, packs_filter_last
 from pycuda_conv.engines.packing_time import overhead
 from pycuda_conv.engines.range_guard import MomentsLayout
-from pycuda_conv.engines.schedule import FINISH, Schedule, finish_constants
+from pycuda_conv.engines.schedule import FINISH, Schedule, finishing
 from pycuda_conv.engines.split_sum import splits
 from pycuda_conv.engines.tensor_cores import FLOAT, SHARED_BYTES, limbs, product_rate, products
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch
@@ -55,12 +55,6 @@ def _ring(config: ImplicitGemm80, limbs_each: int) -> Ring:
     return Ring(limbs_each * (config.BLOCK_M + config.BLOCK_N) * 2 * STEP, 16 * config.BLOCK_N, SHARED_BYTES)
 
 
-def _staging_bytes(problem: ConvProblem, config: ImplicitGemm80) -> int:
-    """Bytes of the stages through which the result passes: 16 rows of pixels or channels for each warp."""
-    rows, pixels = _warp(config)
-    return 8 * 16 * 4 * (rows + 4 if problem.layout == "NHWC" else pixels + 8)
-
-
 def _warp(config: ImplicitGemm80) -> tuple[int, int]:
     """Channels and pixels of a warp's part of the tile."""
     warps = 4 if (config.BLOCK_M, config.BLOCK_N) == (128, 64) else 2
@@ -86,7 +80,8 @@ def _counts(problem: ConvProblem) -> bool:
 def _fits(problem: ConvProblem, config: ImplicitGemm80) -> str | None:
     if config.BLOCK_N == 256 and (config.BLOCK_M != 128 or products(problem) != 1):
         return "a tile of 256 pixels has 128 rows and takes one product"
-    ring, staging = _ring(config, limbs(problem)), _staging_bytes(problem, config)
+    ring, (rows, pixels) = _ring(config, limbs(problem)), _warp(config)
+    staging = 8 * 16 * 4 * (rows + 4 if problem.layout == "NHWC" else pixels + 8)  # 16 rows of pixels or channels for each warp
     reason, stages = ring.refusal(config.STAGES, config.SPLIT), config.STAGES * ring.stage
     if reason is None and stages < staging:
         return f"its result passes through {staging:,} bytes of its stages; they have {stages:,}"
@@ -101,14 +96,12 @@ LEGAL = Tiles(
 
 
 def adds_border(source: ConvProblem, problem: ConvProblem, config: ImplicitGemm80) -> bool:
-    """Whether :func:`schedule` takes the image of `source`, whose border packing writes, for the wider one of `problem`."""
     return packing.adds_border(source, problem, windows=False)
 
 
 def schedule(
     problem: ConvProblem, config: ImplicitGemm80, device: Device, with_moments: bool = False, source: ConvProblem | None = None
 ) -> Schedule:
-    """The launches of `config`, which can run `problem`; they note no moments. Packing writes the border of `source`."""
     multiprocessors = device.multiprocessors
 
     def products(
@@ -128,24 +121,22 @@ def _product(
     problem: ConvProblem, config: ImplicitGemm80, packed: PackedLayout, addressing: PhaseAddressing, buffers: tuple[BufferSlice, ...],
     x_tiles: int,
 ) -> KernelLaunch:
-    """The launch of one phase."""
     phase, rows, chunks = addressing.phase, problem.result_channels, packed.group // 8
     blocks, _, channel_blocks = filter_sizes(problem, packed)
-    plane, row = math.prod(phase.size), phase.size[2]
     tiles_m, tiles_pixels = _tiles(problem, config, addressing)
     args = arguments(
-        GemmPhase, tiles_m=tiles_m, splits=config.SPLIT, split_stages=ceil(ceil(math.prod(addressing.taps) * chunks, 4), config.SPLIT),
+        GemmPhase, problem, phase, tap_numbers(packed, addressing), written_places(problem, phase), finish(problem, config.SPLIT > 1),
+        tiles_m=tiles_m, splits=config.SPLIT, split_stages=ceil(ceil(math.prod(addressing.taps) * chunks, 4), config.SPLIT),
         tiles_pixels=tiles_pixels, chunks=math.prod(addressing.taps) * chunks, chunks_group=chunks, chunks_pixel=problem.groups * chunks,
         rows_group=rows // problem.groups, rows=rows, blocks_group=blocks, channel_blocks=channel_blocks,
         w_block=_w_chunks(problem, packed), piece_bits=(packed.load // 8).bit_length() - 1, x_limb=_x_chunks(problem, packed),
-        **tap_numbers(packed, addressing), **by_axis("size_", packed.size), **by_axis("stride_", addressing.stride),
-        **by_axis("low_", addressing.low), **by_axis("dilation_", addressing.dilation), pixels=problem.N * plane, plane=plane,
-        pq=phase.size[1] * row, q=row, **written_places(problem, phase), out_part=math.prod(problem.result_shape),
-        scaled=int(problem.dtype == "float32"), x_tiles=x_tiles, **finish(problem, config.SPLIT > 1),
-    )
+        **by_axis("size_", packed.size), **by_axis("stride_", addressing.stride), **by_axis("low_", addressing.low),
+        pixels=problem.N * math.prod(phase.size), out_part=math.prod(problem.result_shape), scaled=int(problem.dtype == "float32"),
+        x_tiles=x_tiles,
+    )  # fmt: skip
     defines = arithmetic(problem, phase, config.SPLIT > 1) | {"BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "STAGES": config.STAGES}
     grid, shared = _blocks(problem, config, addressing), config.STAGES * _ring(config, limbs(problem)).stage
-    return KernelLaunch("mma_gemm", defines, grid, THREADS, buffers, (), shared=shared, arguments=args, layer=finish_constants(args))
+    return finishing("mma_gemm", defines, grid, THREADS, args, buffers, shared=shared)
 
 
 def _tiles(problem: ConvProblem, config: ImplicitGemm80, addressing: PhaseAddressing) -> tuple[int, int]:

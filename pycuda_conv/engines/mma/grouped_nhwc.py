@@ -7,7 +7,7 @@ channels of other groups with zeros: memory bounds such layers, not arithmetic.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -15,18 +15,17 @@ from typing import Any, NamedTuple
 
 from pycuda_conv.engines.addressing import MOST_PIXELS
 from pycuda_conv.engines.base import Config, ConvProblem, Device, KernelLaunch, VariantSet, kernel_struct
-from pycuda_conv.engines.channel_units import MOST_STEPS, STEP, chunks_read, cut, pitch, worth_it
+from pycuda_conv.engines.channel_units import COLUMNS, MOST_STEPS, STEP, chunks_read, cut, pitch, widths, worth_it
 from pycuda_conv.engines.costs import costs, spread, together
-from pycuda_conv.engines.geometry import Phase, arguments, ceil, phases, row_major, too_many_phases
+from pycuda_conv.engines.geometry import Phase, PhaseAxis, arguments, batches, ceil, phases, row_major, too_many_phases
 from pycuda_conv.engines.limits import AMPERE, TWO_AXES, Takes, Tiles
-from pycuda_conv.engines.schedule import OPERANDS, Schedule, finish_constants
+from pycuda_conv.engines.schedule import Schedule, finishing
 from pycuda_conv.engines.tensor_cores import ELEMENTS, SHARED_BYTES, product_rate, why_not_one_product
 
 THREADS = 256
 BLOCKS = 2   # that share a multiprocessor
 COUNTS = (1, 2, 4, 8)  # units of a block
 ROWS = 4     # of the result, whose sums a warp has
-COLUMNS = 16
 UNROLLED = 3  # rows of a filter that can share loads
 PHASES = 4   # phases of a launch, if there are more than one
 
@@ -61,27 +60,8 @@ def _units(problem: ConvProblem) -> Any:
     return cut(groups, problem.operand_channels // groups, problem.result_channels // groups, problem.itemsize)
 
 
-def _chunks(problem: ConvProblem, count: int) -> int:
-    """16-byte chunks of `count` units."""
-    units = _units(problem)
-    return chunks_read(units, count)
-
-
 def _unit_blocks(problem: ConvProblem, config: GroupedNhwc) -> int:
-    units = _units(problem)
-    return ceil(units.total, config.UNITS)
-
-
-class _Axis(NamedTuple):
-    """One axis of a phase: pixel j reads j * stride + low + i * dilation by tap i, which is tap base + i * step of the filter."""
-
-    size: int
-    taps: int
-    stride: int
-    low: int
-    dilation: int
-    base: int
-    step: int
+    return ceil(_units(problem).total, config.UNITS)
 
 
 class _PhaseView(NamedTuple):
@@ -90,8 +70,8 @@ class _PhaseView(NamedTuple):
     phase: Phase
     images: int
     operand: tuple[int, int]
-    down: _Axis
-    right: _Axis
+    down: PhaseAxis
+    right: PhaseAxis
 
 
 @lru_cache(maxsize=64)  # the planner asks for them once a configuration
@@ -101,7 +81,7 @@ def _views(problem: ConvProblem) -> tuple[_PhaseView, ...]:
 
 
 def _view(problem: ConvProblem, phase: Phase) -> _PhaseView:
-    down, right = (_axis(phase, axis) for axis in (1, 2))
+    down, right = phase.along(1), phase.along(2)
     _, height, width = problem.operand_size
     images = problem.N
     if down.size == height == problem.result_size[1] and (down.taps, down.stride, down.low) == (1, 1, 0):
@@ -111,17 +91,7 @@ def _view(problem: ConvProblem, phase: Phase) -> _PhaseView:
     return _PhaseView(phase, images, (height, width), down, right)
 
 
-def _axis(phase: Phase, axis: int) -> _Axis:
-    taps, dilation, every = phase.taps[axis], phase.dilation[axis], phase.every[axis]
-    low, base = -phase.pad[axis], phase.first[axis]
-    if dilation < 0:
-        back = max(taps - 1, 0)
-        low, base, dilation, every = low + back * dilation, base + back * every, -dilation, -every
-    return _Axis(phase.size[axis], taps, phase.stride[axis], low, dilation, base, every)
-
-
 def _phase_count(problem: ConvProblem) -> int:
-    """Phases of a launch."""
     return 1 if len(_views(problem)) == 1 else PHASES
 
 
@@ -153,7 +123,7 @@ def _filter_bytes(problem: ConvProblem, config: GroupedNhwc, view: _PhaseView) -
 
 def _shared_bytes(problem: ConvProblem, config: GroupedNhwc) -> int:
     """Bytes of shared memory of a block: the filter and two tiles."""
-    pixel = pitch(_chunks(problem, config.UNITS))
+    pixel = pitch(chunks_read(_units(problem), config.UNITS))
     return max(
         _filter_bytes(problem, config, view) + 2 * config.IMAGES * math.prod(_tile_size(view, config)) * pixel for view in _views(problem)
     )
@@ -167,7 +137,7 @@ TAKES = Takes(
 )  # fmt: skip
 LEGAL = Tiles(
     TAKES, GroupedNhwc, (f"TILE_P must be a multiple of {ROWS}", lambda _, config: config.TILE_P % ROWS == 0),
-    ("a warp loads a pixel's channels of all units at once, up to 512 bytes", lambda p, config: _chunks(p, config.UNITS) <= 32),
+    ("a warp loads a pixel's channels of all units at once, up to 512 bytes", lambda p, config: chunks_read(_units(p), config.UNITS) <= 32),
     shared=(_shared_bytes, SHARED_BYTES), UNITS=COUNTS, blocks=lambda p,
     config: _unit_blocks(p, config) * _phase_count(p) * max(_tiles(view, config) for view in _views(p)),
 )  # fmt: skip
@@ -179,14 +149,12 @@ def schedule(problem: ConvProblem, config: GroupedNhwc, device: Device, with_mom
     return Schedule.reading(problem, lambda strides: [[_product(problem, config, device, strides, views, shared) for views in each]])
 
 
-def _launches(problem: ConvProblem) -> Iterator[tuple[_PhaseView, ...]]:
-    """The phases of each launch."""
-    views, count = _views(problem), _phase_count(problem)
-    return (views[first : first + count] for first in range(0, len(views), count))
+def _launches(problem: ConvProblem) -> Iterator[Sequence[_PhaseView]]:
+    return batches(_views(problem), _phase_count(problem))
 
 
 def _product(
-    problem: ConvProblem, config: GroupedNhwc, device: Device, w_strides: tuple[int, int, int, int], views: tuple[_PhaseView, ...],
+    problem: ConvProblem, config: GroupedNhwc, device: Device, w_strides: tuple[int, int, int, int], views: Sequence[_PhaseView],
     shared: int,
 ) -> KernelLaunch:
     """The launch of some phases, with as much shared memory as the largest of all takes."""
@@ -197,13 +165,10 @@ def _product(
     defines = {
         "TYPE": ELEMENTS[problem.dtype], "TAPS_R": unrolled, "STRIDE_H": views[0].down.stride if unrolled > 1 else 1, "PHASES": count,
     }  # fmt: skip
-    return KernelLaunch(
-        "grouped_nhwc", defines, unit_blocks * count * blocks, THREADS, OPERANDS, (), shared=shared, arguments=args,
-        layer=finish_constants(args[0]),
-    )  # fmt: skip
+    return finishing("grouped_nhwc", defines, unit_blocks * count * blocks, THREADS, args, shared=shared)
 
 
-def _blocks(problem: ConvProblem, config: GroupedNhwc, device: Device, views: tuple[_PhaseView, ...]) -> int:
+def _blocks(problem: ConvProblem, config: GroupedNhwc, device: Device, views: Sequence[_PhaseView]) -> int:
     """Blocks that share units and a phase: as many as fill the GPU, if possible with equally many tiles each."""
     tiles = max(_tiles(view, config) for view in views)
     jobs = _unit_blocks(problem, config) * len(views)
@@ -213,7 +178,7 @@ def _blocks(problem: ConvProblem, config: GroupedNhwc, device: Device, views: tu
 
 def _arguments(problem: ConvProblem, config: GroupedNhwc, w_strides: tuple[int, int, int, int], view: _PhaseView, blocks: int) -> Any:
     units, down, right, phase = _units(problem), view.down, view.right, view.phase
-    groups, chunks, (tile_h, tile_w) = problem.groups, _chunks(problem, config.UNITS), _tile_size(view, config)
+    groups, chunks, (tile_h, tile_w) = problem.groups, chunks_read(_units(problem), config.UNITS), _tile_size(view, config)
     jobs_q = ceil(config.IMAGES * config.TILE_Q, COLUMNS)
     _, row, _ = row_major(problem.result_size)
     group_step, row_step, channel_step, tap_step = w_strides
@@ -238,7 +203,7 @@ def variants(device: Device) -> Iterator[VariantSet]:
     yield VariantSet("grouped_nhwc", choices, lambda d: d["PHASES"] == 1 if d["TAPS_R"] == UNROLLED else d["STRIDE_H"] == 1)
 
 
-HEIGHTS, WIDEST, IMAGES = (4, 8, 12, 16), 64, (2, 4, 7, 8)  # rows, most columns of an image, and images of tiles
+HEIGHTS = (4, 8, 12, 16)  # rows of tiles
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[GroupedNhwc]:
@@ -249,9 +214,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[GroupedNhwc]:
     view = max(_views(problem), key=lambda one: one.down.taps * one.right.taps)
     p, q = view.down.size, view.right.size
     heights = sorted({ceil(ceil(p, ceil(p, rows)), ROWS) * ROWS for rows in HEIGHTS})
-    widths = [(1, columns) for columns in sorted({ceil(q, parts) for parts in range(1, 1 + ceil(q, COLUMNS))}) if columns <= WIDEST]
-    widths += [(images, q) for images in IMAGES if images <= view.images and images * q <= 2 * WIDEST]
-    for count, rows, (images, columns) in product(COUNTS, heights, widths):
+    for count, rows, (images, columns) in product(COUNTS, heights, widths(q, view.images)):
         config = GroupedNhwc(count, images, rows, columns)
         if (count == 1 or count < 2 * units.total) and LEGAL.refusal(problem, config) is None:
             yield config
@@ -282,12 +245,13 @@ class _Work(NamedTuple):
 
 def _work(problem: ConvProblem, config: GroupedNhwc, view: _PhaseView, device: Device) -> _Work:
     units, unrolled = _units(problem), _unrolled(problem)
+    chunks, pixels = chunks_read(units, config.UNITS), config.IMAGES * math.prod(_tile_size(view, config))
     jobs = config.UNITS * ceil(config.IMAGES * config.TILE_Q, COLUMNS) * config.TILE_P // ROWS
-    taps, loads = view.down.taps * view.right.taps, _chunks(problem, config.UNITS) * config.IMAGES * math.prod(_tile_size(view, config))
+    taps, loads = view.down.taps * view.right.taps, chunks * pixels
     rows = (ROWS - 1) * view.down.stride + unrolled if unrolled > 1 else ROWS  # of the input, which a column of the filter's taps loads
     reads, products = jobs * units.steps * taps * (1 + rows / unrolled), jobs * units.steps * taps * ROWS * 2
     multiplied = products * 16 * 8 * 16 * problem.itemsize // 2 / product_rate(device)
-    lines = config.IMAGES * math.prod(_tile_size(view, config)) * ceil(_chunks(problem, config.UNITS), 8)  # of 128 bytes, a cycle each
+    lines = pixels * ceil(chunks, 8)  # of 128 bytes, a cycle each
     shared = (512 * reads + 16 * loads) / COST.SHARED_RATE + lines
     issued = (jobs * COST.JOB + products + 3 * reads + COST.LOADED * loads / 32) / COST.ISSUED
     words = _filter_bytes(problem, config, view) / 4

@@ -11,17 +11,16 @@ from typing import Any
 from pycuda_conv.engines import split_sum
 from pycuda_conv.engines.addressing import MOST_PIXELS
 from pycuda_conv.engines.base import FLAG, Config, ConvProblem, Device, KernelLaunch, VariantSet, kernel_struct
-from pycuda_conv.engines.channel_units import MOST_STEPS, STEP, chunks_read, chunks_written, cut, pitch, worth_it
+from pycuda_conv.engines.channel_units import COLUMNS, MOST_STEPS, STEP, chunks_read, chunks_written, cut, pitch, widths, worth_it
 from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.geometry import arguments, ceil, even_parts, forward_of
 from pycuda_conv.engines.limits import AMPERE, HALVES, NOT_EMPTY, TWO_AXES, Takes, Tiles
-from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Schedule
+from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, Schedule
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF, SHARED_BYTES, product_rate
 
 THREADS, WARPS = 256, 8
 BLOCKS = 2   # that share a multiprocessor
 COUNTS = (1, 2, 4, 8)  # units of a block
-COLUMNS = 16
 TAPS = (1, 9)  # of a block
 ZEROS = 32  # bytes that stand for missing pixels
 
@@ -49,7 +48,6 @@ def _units(problem: ConvProblem) -> Any:
 
 
 def _taps(problem: ConvProblem) -> int:
-    """Taps of a block."""
     return TAPS[math.prod(problem.output_size) > 1]
 
 
@@ -121,12 +119,11 @@ LEGAL = Tiles(
 
 def schedule(problem: ConvProblem, config: GroupedWgrad, device: Device, with_moments: bool = False) -> Schedule:
     defines = {"TYPE": ELEMENTS[problem.dtype], "TAPS": _taps(problem), "WHOLE": int(config.PARTS == 1)}
-    buffers = INPUT, WEIGHT, RESULT if config.PARTS == 1 else WORKSPACE
     launch = KernelLaunch(
-        "grouped_nhwc_wgrad", defines, _grid(problem, config), THREADS, buffers, (), shared=_shared_bytes(problem, config),
+        "grouped_nhwc_wgrad", defines, _grid(problem, config), THREADS, (INPUT, WEIGHT, RESULT), (), shared=_shared_bytes(problem, config),
         arguments=_arguments(problem, config),
     )  # fmt: skip
-    return Schedule.plain([[launch]]) if config.PARTS == 1 else split_sum.in_parts(problem, launch, config.PARTS)
+    return split_sum.in_parts(problem, launch, config.PARTS)
 
 
 def _arguments(problem: ConvProblem, config: GroupedWgrad) -> Any:
@@ -148,19 +145,16 @@ def variants(device: Device) -> Iterator[VariantSet]:
     yield VariantSet("grouped_nhwc_wgrad", {"TYPE": (HALF, BFLOAT), "TAPS": TAPS, "WHOLE": FLAG})
 
 
-HEIGHTS, WIDEST, IMAGES = (2, 4, 8), 64, (2, 4, 7, 8)  # rows, most columns of an image, and images of tiles
+HEIGHTS = (2, 4, 8)  # rows of tiles
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[GroupedWgrad]:
     """The configurations worth comparing for `problem`: tiles that cut rows and columns evenly, and as many parts as fill the GPU."""
     forward, units, (_, p, q) = forward_of(problem), _units(problem), problem.filter_size
-    images = forward.N
     if not worth_it(units, forward.groups) or (forward.groups == 1 and forward.stride != (1, 1, 1)):
         return
     heights = sorted({ceil(p, ceil(p, rows)) for rows in HEIGHTS})
-    widths = [(1, columns) for columns in sorted({ceil(q, parts) for parts in range(1, 1 + ceil(q, COLUMNS))}) if columns <= WIDEST]
-    widths += [(count, q) for count in IMAGES if count <= images and count * q <= 2 * WIDEST]
-    for count, rows, (together, columns) in product(COUNTS, heights, widths):
+    for count, rows, (together, columns) in product(COUNTS, heights, widths(q, forward.N)):
         config = GroupedWgrad(count, together, rows, columns)
         if (count == 1 or count < 2 * units.total) and LEGAL.refusal(problem, config) is None:
             tiles, filling = _tiles(problem, config), max(BLOCKS * device.multiprocessors // math.prod(_blocks(problem, config)), 1)
@@ -170,7 +164,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[GroupedWgrad]:
 def time(problem: ConvProblem, config: GroupedWgrad, device: Device) -> float:
     """Microseconds that `config` should take: the work of the multiprocessor with most blocks, or bytes; and adding the parts."""
     units, (unit_blocks, tap_blocks), (of_x, of_y) = _units(problem), _blocks(problem, config), _loads(problem, config)
-    multiprocessors, size, forward = device.multiprocessors, math.prod(problem.result_shape), forward_of(problem)
+    multiprocessors, forward = device.multiprocessors, forward_of(problem)
     taps = _taps(problem)
     rows = config.UNITS * units.steps * config.TILE_P * ceil(config.IMAGES * config.TILE_Q, COLUMNS)
     multiplied = rows * taps * 2 * 16 * 8 * 16 / product_rate(device)
@@ -184,4 +178,4 @@ def time(problem: ConvProblem, config: GroupedWgrad, device: Device) -> float:
     read = 2.0 * (math.prod(forward.input_shape) + math.prod(forward.result_shape))
     moved = read + COST.HALO * max(16 * loads * tiles * unit_blocks - read, 0) + read * (tap_blocks - 1)
     us = max(us, COST.BEGIN + spread(moved / COST.MEMORY, multiprocessors))
-    return us if config.PARTS == 1 else us + split_sum.time(size, config.PARTS, 4, multiprocessors)
+    return us + split_sum.time(problem, config.PARTS, device)

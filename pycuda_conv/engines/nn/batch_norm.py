@@ -15,7 +15,7 @@ from pycuda_conv.arguments import activation_and_slope
 from pycuda_conv.engines.geometry import bits, ceil, divider
 from pycuda_conv.engines.schedule import Moments
 from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.variants import FLAG, VariantSet
+from pycuda_conv.engines.variants import FLAG, VariantSet, portable
 from pycuda_conv.problem import DTYPE_CODES
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch, Launcher
 
@@ -125,9 +125,6 @@ class _Cut:
         """Values of one channel in an item."""
         return 1 if self.pixels.channels_last else self.vector
 
-    def _defines(self, threads: int) -> dict[str, int]:
-        return {"DTYPE": DTYPE_CODES[self.pixels.dtype], "INDEX_64": int(_index_64(self.pixels)), "THREADS": threads}
-
     def step(self, kernel: str, buffers: tuple[int, ...], *scalars: int, residual: bool = False, beyond_relu: bool = False) -> KernelLaunch:
         """A launch that reads the array."""
         pixels, columns = self.pixels, self.pixels.K // (self.vector if self.pixels.channels_last else 1)
@@ -137,7 +134,7 @@ class _Cut:
             pixels.K, pixels.plane, self.total, self.per, columns, self.tiles, divider(self.tiles), across, divider(across),
             plane_items, divider(plane_items) if self.total < 2**31 - 2**20 else 0,
         )  # fmt: skip
-        defines = self._defines(THREADS) | {
+        defines = portable(pixels.dtype, _index_64(pixels), THREADS) | {
             "NHWC": int(pixels.channels_last), "VEC": self.vector, "HAS_RESIDUAL": int(residual), "BEYOND_RELU": int(beyond_relu),
         }  # fmt: skip
         return KernelLaunch(kernel, defines, self.tiles * self.slices, THREADS, buffers, scalars, "batch_norm", arguments=shape)
@@ -158,7 +155,8 @@ class _Cut:
         wanted = 1 << (ceil(slices, ADDED) - 1).bit_length()
         beside = BESIDE if shared else ADDING_THREADS // min(max(wanted, LANES[0]), LANES[1])
         cluster = CLUSTER if shared else 1
-        defines = self._defines(ADDING_THREADS) | {"WITH_MOMENTS": int(with_moments), "CLUSTER": cluster}
+        defines = portable(self.pixels.dtype, _index_64(self.pixels), ADDING_THREADS)
+        defines |= {"WITH_MOMENTS": int(with_moments), "CLUSTER": cluster}
         return KernelLaunch(kernel, defines, ceil(columns, beside) * cluster, ADDING_THREADS, buffers, (*scalars, beside), "batch_norm")
 
 

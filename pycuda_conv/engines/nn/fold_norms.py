@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from pycuda_conv.engines.geometry import bits, ceil
+from pycuda_conv.engines.geometry import batches, bits, ceil
 from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.variants import VariantSet
+from pycuda_conv.engines.variants import VariantSet, portable_choices
 from pycuda_conv.problem import DTYPE_CODES
 from pycuda_conv.runtime.base import BufferSlice, KernelLaunch
 
@@ -45,8 +45,7 @@ def fold(dtype: str, norms: Sequence[Norm], folded: BufferSlice, at_once: int = 
     """Launches for some norms of convolutions of `dtype`, `at_once` in one."""
     sum_bytes = 8 if dtype == "float64" else 4
     steps = []
-    for first in range(0, len(norms), at_once):
-        some = norms[first : first + at_once]
+    for some in batches(norms, at_once):
         count = 1 if len(some) == 1 else at_once
         types = [sum(bit << i for i, bit in enumerate(one.of_arrays)) for one in some]
         args = [FoldedNorm(one.channels, one.start, bits(one.eps, sum_bytes), own) for one, own in zip(some, types, strict=True)]
@@ -61,4 +60,4 @@ def fold(dtype: str, norms: Sequence[Norm], folded: BufferSlice, at_once: int = 
 
 def variants() -> Iterator[VariantSet]:
     """One text for each type and number of norms."""
-    yield VariantSet("fold_norms", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": (0,), "NORMS": (1, MOST), "THREADS": (THREADS,)})
+    yield VariantSet("fold_norms", portable_choices(THREADS) | {"INDEX_64": (0,), "NORMS": (1, MOST)})

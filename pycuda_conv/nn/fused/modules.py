@@ -73,13 +73,7 @@ class Layer:
                 counted = batches
             else:
                 batches.add_(1)
-        with torch.no_grad():
-            y, statistics = _statistics(x, weight, bias, *running, None, momentum, eps, spec, counted)
-            mask = _new_mask(y, residual, spec.activation)
-            out = _normalised(y, statistics, gamma, beta, residual, spec.activation, mask)
-        if spec.of_batch:
-            _were_written(running, batches, counted is not None)
-        made = _Function.apply(*named, residual, spec, (y, statistics, out, *(() if mask is None else (mask,))), passes_on)
+        made, out = _computed(named, residual, running, batches, None, counted, momentum, eps, spec, passes_on)
         if remembers and counted is batches:
             _remember_forward(self._asked, (x, residual, *tensors), momentum, eps, spec, True, out)
         return made
@@ -97,6 +91,24 @@ class Layer:
             made = ours.frozen_statistics(*named[:3], *running, self._eps, flat)
         out: Tensor = ours.fused_conv_bn_relu(*named, *made, flat)
         return out if residual is None else cast(Tensor, activated(out + residual, spec.activation))
+
+
+def _computed(
+    named: tuple[Any, ...], residual: Tensor | None, running: tuple[Tensor | None, Tensor | None], batches: Tensor | None,
+    tracked: Tensor | None, counted: Tensor | None, momentum: float, eps: float, spec: _LayerSpec, passes_on: bool,
+) -> tuple[Any, Tensor]:
+    """What autograd's function returns for the layer of `named`, x, weight, bias, gamma and beta; and the layer's result itself.
+
+    With `tracked`, the number of batches, running statistics become the mean over these. `counted` is `batches` if kernels raise it.
+    """
+    x, weight, bias, gamma, beta = named
+    with torch.no_grad():
+        y, statistics = _statistics(x, weight, bias, *running, tracked, momentum, eps, spec, counted)
+        mask = _new_mask(y, residual, spec.activation)
+        out = _normalised(y, statistics, gamma, beta, residual, spec.activation, mask)
+    if spec.of_batch:
+        _were_written(running, batches, counted is not None)
+    return _Function.apply(*named, residual, spec, (y, statistics, out, *(() if mask is None else (mask,))), passes_on), out
 
 
 # ---- the modules
@@ -255,14 +267,7 @@ def _conv_bn_act(
     momentum = momentum or 0.0
     if not traced:
         running = running_mean, running_var
-        with torch.no_grad():
-            y, statistics = _statistics(x, weight, bias, *running, tracked, momentum, eps, spec, counted)
-            mask = _new_mask(y, residual, spec.activation)
-            out = _normalised(y, statistics, gamma, beta, residual, spec.activation, mask)
-        if of_batch:
-            _were_written(running, batches, counted is not None)
-        passes_on = passes_on and x is input
-        made = _Function.apply(*named, residual, spec, (y, statistics, out, *(() if mask is None else (mask,))), passes_on)
+        made, out = _computed(named, residual, running, batches, tracked, counted, momentum, eps, spec, passes_on and x is input)
         if asked is not None and (tracked if counted is None else counted) is batches:
             _remember_forward(asked, (input, residual, *tensors), momentum, eps, spec, counted is not None, out)
         return made
