@@ -128,17 +128,6 @@ x.fill(1)
 for _ in range(3):
     y = pc.conv2d(x, h)
     assert type(y.gpudata) is Managed and (y.get() == 9).all()
-class Odd(drv.PointerHolderBase):
-    def __init__(self, nbytes):
-        super().__init__()
-        self.memory = drv.mem_alloc(nbytes + 4)
-    def get_pointer(self): return int(self.memory) + 4
-    def __int__(self): return self.get_pointer()
-    __index__ = __int__
-x.allocator = Odd
-try: pc.conv2d(x, h)
-except pc.ConvArgumentError as error: assert "a multiple of 16" in str(error)
-else: raise AssertionError
 locked = drv.pagelocked_empty((1, 1, 4, 4), np.float32)
 locked[:] = 1
 assert (pc.conv2d(locked, np.ones((1, 1, 3, 3), "f")) == 9).all()
@@ -158,7 +147,7 @@ PROGRAMS = {
     "autoprimaryctx, torch, CuPy": "import pycuda.autoprimaryctx\n" + IMPORT + ON_GPU + TORCH + CUPY + ON_GPU,
     "pool": OWN + IMPORT + ON_GPU + POOL,
     "pool in the primary context": "import pycuda.autoprimaryctx\n" + IMPORT + ON_GPU + POOL,
-    "managed, page-locked and odd memory": OWN + IMPORT + ON_GPU + MANAGED,
+    "managed and page-locked memory": OWN + IMPORT + ON_GPU + MANAGED,
     "arrays alive at the end": OWN + IMPORT + ON_GPU + "kept = pc.conv2d(g, h), pc.Plan(pc.ConvProblem.forward(2, (1, 1, 4, 4), (1, 1, 3, 3))).bind(h)\n",
     "an error at the end": OWN + IMPORT + ON_GPU + "try: pc.conv2d(g, h, stride=0)\nexcept ValueError: pass\n",
 }
@@ -199,14 +188,6 @@ plan = pc.Plan(problem)
 bound = plan.bind(gw)
 second = device.make_context()
 hx, hw = call_on(x, w)
-for call, text in [
-    (lambda: pc.conv2d(gx, hw), "input lies in a CUDA context"), (lambda: pc.conv2d(hx, gw), "weight lies in a CUDA context"),
-    (lambda: pc.conv2d(hx, hw, padding=1, out=gx), "out lies in a CUDA context"), (lambda: bound(hx), "bind it again"),
-]:
-    try: call()
-    except pc.ConvArgumentError as error: assert text in str(error), error
-    else: raise AssertionError(text)
-    close(pc.conv2d(hx, hw, padding=1), conv(x, w, padding=1))
 close(plan(hx, hw), conv(x, w, padding=1))
 foreign_stream = drv.Stream()
 first.push()
@@ -229,7 +210,7 @@ try: bound(gx)
 except pc.ConvArgumentError as error: assert "bind it again" in str(error)
 else: raise AssertionError
 del kept
-# streams, a capture, a lack of memory
+# streams, a capture
 for flags in (0, 1):
     stream = drv.Stream(flags)
     y = pc.conv2d(gx, gw, padding=1, stream=stream)
@@ -250,18 +231,6 @@ graph.replay()
 stream.synchronize()
 close(out, conv(x, w, padding=1))
 del workspace
-hog = []
-try:
-    while True:
-        hog.append(drv.mem_alloc(1 << 30))
-except drv.MemoryError:
-    pass
-images = gpuarray.GPUArray((64, 16, 512, 512), np.float32, gpudata=hog[0])  # a gigabyte, and its result is more
-try: pc.conv2d(images, gw, padding=1)
-except pc.DeviceMemoryError as error: assert "out of memory" in str(error)
-else: raise AssertionError
-del hog, images
-close(pc.conv2d(gx, gw, padding=1), conv(x, w, padding=1))
 # 10,000 calls leave memory where it was
 out = pc.conv2d(gx, gw, padding=1)
 for _ in range(10): pc.conv2d(gx, gw, padding=1)
