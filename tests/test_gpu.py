@@ -647,16 +647,11 @@ def packing_plan(case, dtype="float32", **changes):
     return plan
 
 
-@pytest.fixture(scope="module")
-def tensor_cores():
-    why = engines.refusal(PACKED["forward"].problem(), ImplicitGemm(64, 64, 3), get_device("cuda"))
-    if why:
-        pytest.skip(why)
-
-
 @pytest.fixture
-def packings(monkeypatch, tensor_cores):
+def packings(monkeypatch):
     """How often a filter was packed apart from a call."""
+    if why := engines.refusal(PACKED["forward"].problem(), ImplicitGemm(64, 64, 3), get_device("cuda")):
+        pytest.skip(why)
     calls, original = [], Plan.pack
     monkeypatch.setattr(Plan, "pack", lambda plan, *args: (calls.append(plan), original(plan, *args)))
     return calls
@@ -939,15 +934,10 @@ def test_a_call_leaves_no_context_on_the_thread(kind):
 # ---- more than one GPU
 
 
-@pytest.fixture
-def second(drv):
-    get_device("cuda")  # starts the driver
-    if drv.Device.count() < 2:
+def test_arrays_are_convolved_on_the_gpu_where_they_lie(torch):
+    if torch.cuda.device_count() < 2:
         pytest.skip("this machine has one GPU")
-    return "cuda:1"
-
-
-def test_arrays_are_convolved_on_the_gpu_where_they_lie(torch, second):
+    second = "cuda:1"
     tensors = [torch.from_numpy(a).to(second) for a in CASE.integers("float32")]
     ref = CASE.reference(*CASE.integers("float32"))
     got = pc.conv2d(*tensors, padding=1)

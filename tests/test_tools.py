@@ -745,7 +745,7 @@ def test_verify_needs_no_torch(opencl, fast_env, tmp_path):
 def test_without_a_gpu_nobody_is_told_to_install_pycuda(python_env, tmp_path):
     commands = [
         ("info",), ("bench",), *(("bench", f"--{way}") for way in ("cold", "host", "training", "models")), ("tune",),
-        ("verify", "--device", "0")
+        ("warm", "--device", "cuda"), ("verify", "--device", "0")
     ]
     for arguments, (status, out, err) in zip(commands, without(("pycuda",), commands, tmp_path, python_env), strict=True):
         assert "no NVIDIA GPU was found" in out + err and "[cuda]" not in out + err and "PyCUDA is not" not in out + err, arguments

@@ -212,15 +212,6 @@ def test_a_model_s_layers(fake, capsys):
     assert "resnet19" in capsys.readouterr().err
 
 
-def test_without_a_gpu_the_command_asks_for_one(capsys):
-    from pycuda_conv.runtime.driver import why_not
-
-    if why_not() is None:
-        pytest.skip("there is a GPU")
-    assert main(["warm", "--device", "cuda"]) == 2
-    assert "pycuda-conv warm:" in capsys.readouterr().err
-
-
 # ---- on OpenCL
 
 SMALL = ConvProblem.forward(2, (1, 3, 12, 13), (5, 3, 3, 3))
