@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pycuda_conv.cli import main
 from pycuda_conv.tools.pictures import files, forms
 
 Image = pytest.importorskip("PIL.Image")
@@ -21,15 +20,10 @@ H, W = 17, 23
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch, capsys):
+def run(command, tmp_path, monkeypatch):
     """Run the command in an empty folder; gives the status, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
-
-    def call(*arguments):
-        status = main(["run", *map(str, arguments), "--device", "opencl"])
-        return (status, *capsys.readouterr())
-
-    return call
+    return lambda *arguments: command("run", *arguments, "--device", "opencl")
 
 
 def pixels(channels=3, dtype=np.uint8, pages=0, seed=0):

@@ -142,7 +142,7 @@ def test_arrays_may_be_larger_than_memory(opencl, python_env, tmp_path):
 # ---- what goes wrong
 
 
-ARRAYS = ("--filter", "w.npy", "x.npy", "y.npy")
+ARRAYS, PICTURES = ("--filter", "w.npy", "x.npy", "y.npy"), ("--filter", "blur", "a.png", "b.png")
 REFUSED = {
     "no input": (("--filter", "w.npy", "none.npy", "y.npy"), "none.npy can't be read: No such file"),
     "no filter": (("--filter", "none.npy", "x.npy", "y.npy"), "none.npy can't be read"),
@@ -185,9 +185,9 @@ REFUSED = {
     "picture not writeable": (("--filter", "blur", "a.png", "/proc/b.png"), "/proc/b.png can't be written"),
     "alpha as jpeg": (("--filter", "blur", "alpha.png", "b.jpg"), "b.jpg can't be written"),
     "animation": (("--filter", "blur", "two.gif", "b.png"), "two.gif has 2 pictures"),
-    "activation": (("--filter", "blur", "a.png", "b.png", "--activation", "tanh"), "must be one of relu, relu6, leaky_relu, hardswish, silu"),
-    "slope": (("--filter", "blur", "a.png", "b.png", "--activation", "leaky_relu:x"), "or leaky_relu:SLOPE, got 'leaky_relu:x'"),
-    "stride of a picture": (("--filter", "blur", "a.png", "b.png", "--stride", "2"), "--stride is for .npy files"),
+    "activation": ((*PICTURES, "--activation", "tanh"), "must be one of relu, relu6, leaky_relu, hardswish, silu"),
+    "slope": ((*PICTURES, "--activation", "leaky_relu:x"), "or leaky_relu:SLOPE, got 'leaky_relu:x'"),
+    "stride of a picture": ((*PICTURES, "--stride", "2"), "--stride is for .npy files"),
     "filter of a picture": (("--filter", "five.npy", "a.png", "b.png"), "5 channels"),
     "flat filter": (("--filter", "b.npy", "a.png", "b.png"), "must have shape (R, S)"),
     "filter with nan": (("--filter", "nan.npy", "a.png", "b.png"), "not finite"),
@@ -251,18 +251,6 @@ def test_an_interrupted_run_leaves_nothing(command, opencl, monkeypatch, how, st
     assert not force or Path("y.npy").read_text() == "old"
 
 
-def test_an_interrupted_picture_leaves_nothing(command, opencl, monkeypatch):
-    Image.new("L", (9, 9)).save("a.png")
-
-    def write(path, *_):
-        path.write_bytes(b"half")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(run.pictures, "write", write)
-    assert command("run", "--filter", "blur", "a.png", "b.png", "--device", "opencl") == (INTERRUPTED, "", "interrupted\n")
-    assert names() == ["a.png"]
-
-
 class Interrupting:
     """Python before 3.12 makes a RuntimeError of what a class's attribute raises when it is told its name."""
 
@@ -277,35 +265,30 @@ def raising(error):
     return call
 
 
-@pytest.mark.parametrize("owner, name, instead, told", [
-    (pc, "conv2d", lambda *_, **__: type("Library", (), {"attribute": Interrupting()}), (INTERRUPTED, "", "interrupted\n")),
-    (pc, "conv2d", raising(MemoryError()), (UNUSABLE, "", "pycuda-conv run: too little memory\n")),
-    (os, "posix_fallocate", raising(OSError(errno.ENOSPC, "No space left on device")), (UNUSABLE, "", "y.npy can't be written: No space left on device\n")),
-], ids=["a library makes its classes", "too little memory", "a full disk, before the work"])
-def test_what_fails_on_the_way_is_told_in_one_line(command, opencl, monkeypatch, owner, name, instead, told):
-    save(x=draw(2, 1, 6, 6), w=draw(1, 1, 3, 3))
-    monkeypatch.setattr(owner, name, instead)
-    status, out, err = command("run", *ARRAYS, "--device", "opencl")
-    assert (status, out, err.count("\n")) == (*told[:2], 1) and err.endswith(told[2]) and names() == ["w.npy", "x.npy"]
+def half(path, *_):
+    path.write_bytes(b"half")
+    raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("kind", ["array", "picture"])
-def test_a_read_only_disk_is_told_in_one_line(command, opencl, monkeypatch, kind):
-    """Such a disk does not even remove what is not there."""
+READ_ONLY = raising(OSError(errno.EROFS, "Read-only file system"))
+
+
+@pytest.mark.parametrize("arguments, owner, name, instead, status, told", [
+    (ARRAYS, pc, "conv2d", lambda *_, **__: type("Library", (), {"attribute": Interrupting()}), INTERRUPTED, "interrupted\n"),
+    (PICTURES, run.pictures, "write", half, INTERRUPTED, "interrupted\n"),
+    (ARRAYS, pc, "conv2d", raising(MemoryError()), UNUSABLE, "pycuda-conv run: too little memory\n"),
+    (ARRAYS, os, "posix_fallocate", raising(OSError(errno.ENOSPC, "No space left on device")), UNUSABLE, "y.npy can't be written: No space left on device\n"),
+    (ARRAYS, run, "_new_array", READ_ONLY, UNUSABLE, "y.npy can't be written: Read-only file system\n"),
+    (PICTURES, run.pictures, "write", READ_ONLY, UNUSABLE, "b.png can't be written: Read-only file system\n"),
+], ids=["a library makes its classes", "half a picture", "too little memory", "a full disk, before the work", "a read-only disk", "a picture on a read-only disk"])
+def test_what_fails_on_the_way_is_told_in_one_line_and_leaves_nothing(command, opencl, monkeypatch, arguments, owner, name, instead, status, told):
     save(x=draw(2, 1, 6, 6), w=draw(1, 1, 3, 3))
     Image.new("L", (9, 9)).save("a.png")
-
-    def read_only(*_, **__):
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    monkeypatch.setattr(run, "_new_array", read_only)
-    monkeypatch.setattr(run.pictures, "write", read_only)
-    monkeypatch.setattr(Path, "unlink", read_only)
-    arguments = ARRAYS if kind == "array" else ("--filter", "blur", "a.png", "b.png")
-    status, out, err = command("run", *arguments, "--device", "opencl")
-    assert (status, out, err) == (
-        UNUSABLE, "", f"pycuda-conv run: {Path(arguments[-1]).resolve()} can't be written: Read-only file system\n"
-    )
+    monkeypatch.setattr(owner, name, instead)
+    if instead is READ_ONLY:  # such a disk does not even remove what is not there
+        monkeypatch.setattr(Path, "unlink", READ_ONLY)
+    found, out, err = command("run", *arguments, "--device", "opencl")
+    assert (found, out, err.count("\n")) == (status, "", 1) and err.endswith(told) and names() == ["a.png", "w.npy", "x.npy"]
 
 
 COMPILING = "stopping: a kernel is still being compiled\n"  # where that takes a while
