@@ -92,15 +92,12 @@ def test_all_functions_take_it(where, ndim):
     size = (5,) * ndim
     x, w, t, dy = (draw(*shape).to(where) for shape in ((2, 4, *size), (6, 4, *(3,) * ndim), (4, 6, *(3,) * ndim), (2, 6, *size)))
     for name, operands, rest in (
-        (f"conv{ndim}d", (x, w), {"padding": 1}), (f"conv_transpose{ndim}d", (x, t), {}), (f"conv{ndim}d_bias", (dy,), {}),
-    ):
-        function = getattr(pc, name)
-        got, expected = function(*map(Spoken, operands), **rest), function(*operands, **rest)
-        assert type(got) is Spoken and torch.equal(got.tensor, expected)
-    function = getattr(pc, f"conv{ndim}d_input")
-    assert torch.equal(function(x.shape, Spoken(w), Spoken(dy), padding=1).tensor, function(x.shape, w, dy, padding=1))
-    function = getattr(pc, f"conv{ndim}d_weight")
-    assert torch.equal(function(Spoken(x), w.shape, Spoken(dy), padding=1).tensor, function(x, w.shape, dy, padding=1))
+        ("conv{}d", (x, w), {"padding": 1}), ("conv_transpose{}d", (x, t), {}), ("conv{}d_bias", (dy,), {}),
+        ("conv{}d_input", (x.shape, w, dy), {"padding": 1}), ("conv{}d_weight", (x, w.shape, dy), {"padding": 1}),
+    ):  # fmt: skip
+        function = getattr(pc, name.format(ndim))
+        got = function(*(a if isinstance(a, torch.Size) else Spoken(a) for a in operands), **rest)
+        assert type(got) is Spoken and torch.equal(got.tensor, function(*operands, **rest))
     many = getattr(pc, f"conv{ndim}d_many")
     assert all(torch.equal(a.tensor, b) for a, b in zip(many([Spoken(x)] * 3, Spoken(w)), many([x] * 3, w), strict=True))
 
