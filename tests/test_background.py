@@ -84,15 +84,11 @@ def test_a_split_sum_is_another_order():
     problem = fprop((1, 64, 8, 8), (64, 64, 3, 3), padding=1).problem()
     one, two = direct_gemm.Gemm(64, 64, 16, 8, 8, 6), direct_gemm.Gemm(64, 64, 16, 8, 8, 6, SPLIT_K=2)
     assert direct_gemm.sum_order(problem, one) != direct_gemm.sum_order(problem, two)
-    gpu = get_gpu()
+    gpu = SimpleNamespace(backend="cuda", capability=(9, 0), multiprocessors=132, model="")
     others = engines.alternatives(problem, two, gpu)
     assert others and all(config.SPLIT_K == 2 for config in others) and two not in others
     times = [direct_gemm.time(problem, config, gpu) for config in others]
     assert times == sorted(times)
-
-
-def get_gpu():
-    return SimpleNamespace(backend="cuda", capability=(9, 0), multiprocessors=132, model="")
 
 
 GPU_CASES = [
@@ -116,6 +112,10 @@ def test_the_same_order_of_sums_gives_the_same_bits_on_a_gpu(case, dtype, precis
 # ---- standing in
 
 
+def texts_of(problem, config, device, form=lambda schedule: schedule):
+    return {launch.source() for launch in background.launches(form(engines.schedule(problem, config, device)))}
+
+
 class Slow:
     """A device that compiles only when it is told to, and until then knows the kernels of `known` configurations."""
 
@@ -132,7 +132,7 @@ class Slow:
         monkeypatch.setattr(kind, "constants_pay", True)
 
     def know(self, problem, config, form=lambda schedule: schedule):
-        self.ready |= {launch.source() for launch in background.launches(form(engines.schedule(problem, config, self.device)))}
+        self.ready |= texts_of(problem, config, self.device, form)
 
     def know_another(self, problem):
         """The planner's configuration, and another one of the same bits, whose kernels are known from now on."""
@@ -182,24 +182,18 @@ def test_a_compiled_configuration_stands_in_until_the_better_one_is_ready(slow):
     assert run(plan.better, *arrays).tobytes() == first.tobytes()
 
 
-def test_what_calls_will_take_in_the_end(slow):
-    problem, arrays = CASE.problem(), CASE.normals("float32")
+def test_what_calls_will_take_in_the_end_and_plans_that_callers_make_at_once(slow):
+    problem = CASE.problem()
     best, _ = slow.know_another(problem)
     plan = cached_plan(problem, slow.device)
     assert plan.config != best and plan.final_form().config == best and plan.better is plan.final_form()
-    assert run(plan, *arrays).tobytes() == run(plan.better, *arrays).tobytes()
+    assert Plan(problem, slow.device).config == best
 
 
 def test_nothing_stands_in_that_adds_up_in_another_order(slow):
     problem = CASE.problem()
     slow.know(problem, direct.Single())
     assert cached_plan(problem, slow.device).config == direct.choose(problem, slow.device)[1] and not slow.asked
-
-
-def test_plans_that_callers_make_wait(slow):
-    problem = CASE.problem()
-    best, _ = slow.know_another(problem)
-    assert Plan(problem, slow.device).config == best
 
 
 def test_a_compiler_that_fails_behind_is_said_once_and_what_serves_goes_on(slow, caplog):
@@ -258,7 +252,6 @@ def test_the_switch_turns_it_off(slow, monkeypatch):
 @pytest.fixture
 def constants(monkeypatch):
     """All launches have one; the text with it is another text with the same meaning."""
-    from dataclasses import replace
 
     def schedule(*arguments, **options):
         made = real(*arguments, **options)
@@ -301,11 +294,11 @@ def test_a_layer_that_is_used_often_gets_its_constants(slow, constants, monkeypa
 
 def test_a_general_kernel_that_is_on_its_way_is_not_compiled_anew_with_constants(slow, constants):
     problem = CASE.problem()
-    schedule = engines.schedule(problem, direct.choose(problem, slow.device)[1], slow.device)
-    general, known = ({launch.source() for launch in background.launches(one)} for one in (schedule, background.with_constants(schedule)))
+    best = direct.choose(problem, slow.device)[1]
+    general, known = texts_of(problem, best, slow.device), texts_of(problem, best, slow.device, background.with_constants)
 
     def served():
-        return {launch.source() for launch in background.launches(background.initial_form(schedule, slow.device))}
+        return sources(problem, slow.device)
 
     assert served() == known
     slow.waiting = general
@@ -374,16 +367,19 @@ def test_constants_at_once(slow, constants, monkeypatch):
 
 
 def test_half_of_the_cores_are_left_to_what_is_waited_for(monkeypatch):
-    go = threading.Event()
+    """Others wait for their turn, and can be taken back until then."""
     for cores, expected in ((1, 1), (6, 3)):
         monkeypatch.setattr(workers, "cores", lambda cores=cores: cores)
-        pool = Workers()
+        pool, go, order = Workers(), threading.Event(), itertools.count()
         futures = [pool.submit(go.wait) for _ in range(8)]
         deadline = time.monotonic() + 300
         while sum(one.running() for one in futures) < expected and time.monotonic() < deadline:
             time.sleep(0.001)
         assert sum(one.running() for one in futures) == expected and pool._started == expected
-    go.set()
+        second, third = (pool.submit(lambda order=order: next(order)) for _ in range(2))
+        assert second.cancel() and not futures[0].cancel()
+        go.set()
+        assert third.result(300) == 0
 
 
 def test_workers_do_the_work_and_pass_errors_on():
@@ -423,18 +419,6 @@ def test_what_a_caller_is_about_to_wait_for_is_begun_at_once():
     assert [device.cubin(text, "sm_90").result(300) for text in ("one", "two")] == [b"machine code"] * 2
     assert sorted(text for text, _ in threads) == ["one", "two"] and not any(name.startswith("pycuda_conv-") for _, name in threads)
     assert not any(map(device.coming, steps))
-
-
-def test_what_waits_for_its_turn_can_be_taken_back(monkeypatch):
-    monkeypatch.setattr(workers, "cores", lambda: 1)
-    pool, go, order = Workers(), threading.Event(), itertools.count()
-    first, second, third = pool.submit(go.wait), pool.submit(lambda: next(order)), pool.submit(lambda: next(order))
-    deadline = time.monotonic() + 300
-    while not first.running() and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert second.cancel() and not first.cancel()
-    go.set()
-    assert third.result(300) == 0
 
 
 def test_a_process_that_ends_does_not_wait_for_its_workers(python_env):
@@ -497,24 +481,24 @@ def empty(monkeypatch):
     return device
 
 
+def initial(problem, device):
+    """The planner's configuration, in the form that a first call takes."""
+    return background.initial_form(engines.schedule(problem, engines.choose(problem, device), device), device)
+
+
 def sources(problem, device):
-    schedule = engines.schedule(problem, engines.choose(problem, device), device)
-    return {launch.source() for launch in background.launches(background.initial_form(schedule, device))}
+    return {launch.source() for launch in background.launches(initial(problem, device))}
 
 
 def likely(problem, device):
     """The texts of what is foreseen beside a problem's own."""
-    schedule = engines.schedule(problem, engines.choose(problem, device), device)
-    return {
-        launch.source() for launch in background.likely(problem, background.launches(background.initial_form(schedule, device)), device)
-    }
+    return {launch.source() for launch in background.likely(problem, background.launches(initial(problem, device)), device)}
 
 
 def waits(problem, device):
     """Whether a call would wait for the compiler."""
-    config = engines.choose(problem, device)
-    missing = background.missing(background.initial_form(engines.schedule(problem, config, device), device), device)
-    return bool(missing) and background.same_bits_substitute(problem, config, device) is None
+    missing = background.missing(initial(problem, device), device)
+    return bool(missing) and background.same_bits_substitute(problem, engines.choose(problem, device), device) is None
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
@@ -576,14 +560,11 @@ def test_rivals_are_other_orders_of_sums_that_take_hardly_longer(empty):
 def test_a_call_waits_for_the_text_that_compiles_fastest(empty, monkeypatch):
     problem = fprop((64, 256, 28, 28), (256, 256, 3, 3), padding=1).problem()
     chosen = engines.choose(problem, empty)
-    for cores in (2, 16):
+    for cores, dtype in ((2, "float32"), (2, "float16"), (16, "float16")):
         monkeypatch.setattr(background, "cores", lambda cores=cores: cores)
-        for dtype in ("float32", "float16"):
-            one = replace(problem, dtype=dtype)
-            config = engines.choose(one, empty)
-            quick = background.fastest_to_compile(one, config, empty)
-            if cores == 2 or dtype == "float16":
-                assert quick == config
+        one = replace(problem, dtype=dtype)
+        config = engines.choose(one, empty)
+        assert background.fastest_to_compile(one, config, empty) == config
     large = max(engines.alternatives(problem, chosen, empty), key=lambda one: one.tile)
     quick = background.fastest_to_compile(problem, large, empty)
     assert engines.order(problem, quick) == engines.order(problem, large) and 2 * quick.tile <= large.tile
@@ -619,11 +600,16 @@ def test_what_is_likely_is_on_the_closed_list(case, dtype, empty):
 
 
 def test_what_is_likely_is_compiled_beside_what_is_waited_for(slow, monkeypatch):
+    """And no more once nothing is waited for."""
     problem = CASE.problem()
     own = sources(problem, slow.device)
     monkeypatch.setattr(background, "foresees", lambda _: True)
     other = engines.schedule(problem, direct.Single(), slow.device).whole[0]
     monkeypatch.setattr(background, "likely", lambda *_: iter(other * 9))
+    cached_plan(problem, slow.device)
+    assert len(slow.asked) == 1
+    slow.asked.clear()
+    cached_plan.cache_clear()
     begin = type(slow.device).begin
     monkeypatch.setattr(type(slow.device), "begin", lambda _, launches: (begin(_, launches), slow.under_way.update(slow.begun))[0])
     cached_plan(problem, slow.device)
@@ -633,15 +619,6 @@ def test_what_is_likely_is_compiled_beside_what_is_waited_for(slow, monkeypatch)
     cached_plan.cache_clear()
     cached_plan(problem, slow.device)
     assert not slow.asked  # nothing is waited for
-
-
-def test_nothing_more_is_foreseen_once_nothing_is_waited_for(slow, monkeypatch):
-    problem = CASE.problem()
-    other = engines.schedule(problem, direct.Single(), slow.device).whole[0]
-    monkeypatch.setattr(background, "foresees", lambda _: True)
-    monkeypatch.setattr(background, "likely", lambda *_: iter(other * 9))
-    cached_plan(problem, slow.device)
-    assert len(slow.asked) == 1
 
 
 def test_what_would_be_foreseen_is_not_if_it_is_on_its_way(empty, monkeypatch):
@@ -668,10 +645,6 @@ def test_what_was_looked_for_in_vain_is_not_looked_for_again(monkeypatch):
         step = SimpleNamespace(source=lambda text=text: text, arch="sm_90")
         assert [device.compiled(step) for _ in range(3)] == [there] * 3
     assert looked == ["absent", "there"]
-
-
-def texts_of(problem, config, device):
-    return {launch.source() for launch in background.launches(engines.schedule(problem, config, device))}
 
 
 def test_what_is_being_compiled_stands_in_sooner_than_what_is_not_begun(empty, monkeypatch):
@@ -702,9 +675,12 @@ def test_what_the_process_has_used_stands_in_first(empty, monkeypatch):
     assert background.same_bits_substitute(problem, best, empty) == other
     background.configs_used[third] = None
     assert background.same_bits_substitute(problem, best, empty) == third
-    tile = ImplicitGemm(128, 224, 4)  # not one that the planner chooses from here
+    tile = ImplicitGemm(128, 224, 4)  # not one that the planner chooses from here: another size used it, or it was measured
     monkeypatch.setattr(Empty, "known", texts_of(problem, tile, empty))
     assert background.same_bits_substitute(problem, best, empty) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(background, "measured_configs", lambda _: (direct_gemm.Gemm(32, 128, 16, 4, 8, 4), tile, best))
+        assert background.same_bits_substitute(problem, best, empty) == tile
     background.configs_used[tile] = None
     assert tile not in engines.alternatives(problem, best, empty) and background.same_bits_substitute(problem, best, empty) == tile
 
@@ -719,17 +695,6 @@ def test_what_another_gpu_has_used_does_not_stand_in_where_it_does_not_fit(empty
     assert background.same_bits_substitute(problem, best, empty) is None
 
 
-def test_a_measured_tile_stands_in(monkeypatch, empty):
-    """One that the planner does not choose from: it may have served another size of the layer."""
-    problem = fprop((8, 64, 56, 56), (128, 64, 3, 3), padding=1).problem("float16")
-    chosen, tile = ImplicitGemm(128, 128, 6), ImplicitGemm(128, 224, 4)
-    known = {launch.source() for launch in background.launches(engines.schedule(problem, tile, empty))}
-    monkeypatch.setattr(Empty, "compiled", lambda _, launch: launch.source() in known)
-    assert background.same_bits_substitute(problem, chosen, empty) is None
-    monkeypatch.setattr(background, "measured_configs", lambda _: (direct_gemm.Gemm(32, 128, 16, 4, 8, 4), tile, chosen))
-    assert background.same_bits_substitute(problem, chosen, empty) == tile
-
-
 def test_what_is_much_slower_does_not_substitute(monkeypatch, empty):
     """A graph that is captured by its first call would keep it."""
     problem = fprop((1, 256, 56, 56), (256, 1, 7, 7), padding=3, groups=256).problem()
@@ -738,6 +703,5 @@ def test_what_is_much_slower_does_not_substitute(monkeypatch, empty):
     times = [engines.predicted(problem, config, empty) for config in others]
     assert type(chosen) is direct.Tile and times[-1] > background.SLOWEST * times[0] > times[1]
     for config, us in list(zip(others, times, strict=True))[1:]:
-        known = {launch.source() for launch in background.launches(engines.schedule(problem, config, empty))}
-        monkeypatch.setattr(Empty, "compiled", lambda _, launch, known=known: launch.source() in known)
+        monkeypatch.setattr(Empty, "known", texts_of(problem, config, empty))
         assert background.same_bits_substitute(problem, chosen, empty) == (config if us <= background.SLOWEST * times[0] else None)

@@ -20,33 +20,23 @@ from pycuda_conv.tools import ablation, choices, plans
 from pycuda_conv.tools.families import FAMILIES
 
 
-class Compiled:
+class Compiled(nullcontext):
     """Compiles nothing."""
-
-    def __init__(self, device):
-        self._device = device
 
     def __enter__(self):
         return self
-
-    def __exit__(self, *exc):
-        pass
 
     def start(self, problem):
         pass
 
     def configs(self, problem):
-        return engines.candidates(problem, self._device)
+        return engines.candidates(problem, self.enter_result)
 
 
-class Made:
+def made(problem, device, config):
     """A plan that compiles nothing."""
-
-    def __init__(self, problem, device, config):
-        self.problem, self.config = problem, config
-
-    def final_form(self):
-        return self
+    plan = SimpleNamespace(problem=problem, config=config, final_form=lambda: plan)
+    return plan
 
 
 @pytest.fixture
@@ -54,7 +44,7 @@ def gpu(monkeypatch):
     target = Target("sm_90a")
     monkeypatch.setattr(choices, "named_device", lambda _: target)
     monkeypatch.setattr(choices, "Compiler", Compiled)
-    monkeypatch.setattr(choices, "Plan", Made)
+    monkeypatch.setattr(choices, "Plan", made)
     # the second candidate is the fastest
     monkeypatch.setattr(choices, "device_times", lambda plans: [30.0, *([20.0] * (len(plans) > 1)), *(45.0 for _ in plans[2:])])
     return target

@@ -54,19 +54,16 @@ def test_what_a_compiler_says_is_passed_on(one):
         one.compile("__global__ void f() { nonsense; }", "sm_90")
 
 
-def test_a_compiler_that_is_gone_says_so(tmp_path):
-    with pytest.raises(CompileError, match="nvcc could not be run"):
-        Nvcc(str(tmp_path / "nvcc")).compile("", "sm_90")
-    with pytest.raises(CompileError, match=r"nvrtc failed(.|\n)*libnvrtc.so.13: cannot open shared object file"):
-        Nvrtc(str(tmp_path / "libnvrtc.so.13")).compile("", "sm_90")
-
-
 def _script(path, text):
     path.write_text(text)
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
 
-def test_a_compiler_that_is_killed_says_so(tmp_path):
+def test_a_compiler_that_is_gone_or_killed_says_so(tmp_path):
+    with pytest.raises(CompileError, match="nvcc could not be run"):
+        Nvcc(str(tmp_path / "nvcc")).compile("", "sm_90")
+    with pytest.raises(CompileError, match=r"nvrtc failed(.|\n)*libnvrtc.so.13: cannot open shared object file"):
+        Nvrtc(str(tmp_path / "libnvrtc.so.13")).compile("", "sm_90")
     _script(tmp_path / "nvcc", "#!/bin/sh\nkill -9 $$\n")
     with pytest.raises(CompileError, match=r"nvcc failed \(-9\)"):
         Nvcc(str(tmp_path / "nvcc")).compile("", "sm_90")
@@ -104,15 +101,21 @@ def test_which_compiler_is_taken(tmp_path, fresh):
         compiler.compiler()
 
 
-def test_where_there_is_none_the_text_says_what_to_install(tmp_path, fresh):
+def test_where_there_is_none_the_text_says_what_to_install_and_what_was_asked_for(tmp_path, fresh):
     fresh.setenv("PATH", str(tmp_path))
     fresh.setattr(compiler, "_roots", lambda: [])
     fresh.setattr(compiler.importlib.util, "find_spec", lambda name: None)
     fresh.delenv("PYCUDA_CONV_COMPILER", raising=False)
     with pytest.raises(CompileError, match="pip install nvidia-cuda-nvrtc"):
         compiler.compiler()
-    fresh.setenv("PYCUDA_CONV_COMPILER", "nvrtc")
-    with pytest.raises(CompileError, match="nvrtc, which PYCUDA_CONV_COMPILER asks for"):
+    for asked, missing in ("nvrtc", "nvrtc"), ("pycuda", "nvcc"):
+        fresh.setenv("PYCUDA_CONV_COMPILER", asked)
+        with pytest.raises(CompileError, match=f"{missing}, which PYCUDA_CONV_COMPILER asks for, was not found"):
+            compiler.compiler()
+    forget()
+    _script(tmp_path / "nvcc", "#!/bin/sh\n")
+    fresh.setitem(sys.modules, "pycuda.compiler", None)
+    with pytest.raises(CompileError, match="PyCUDA, which PYCUDA_CONV_COMPILER asks for, is not importable"):
         compiler.compiler()
 
 
@@ -212,16 +215,3 @@ def test_what_pycuda_compiled_is_kept_apart(tmp_path, fresh):
         OfPyCuda(fresh, version, flags)
         identities.add(PyCuda(str(tmp_path / "nvcc")).identity)
     assert len(identities) == 4
-
-
-def test_where_pycuda_or_nvcc_is_missing(tmp_path, fresh):
-    fresh.setenv("PATH", str(tmp_path))
-    fresh.setattr(compiler, "_roots", lambda: [])
-    fresh.setenv("PYCUDA_CONV_COMPILER", "pycuda")
-    with pytest.raises(CompileError, match="nvcc, which PYCUDA_CONV_COMPILER asks for, was not found"):
-        compiler.compiler()
-    forget()
-    _script(tmp_path / "nvcc", "#!/bin/sh\n")
-    fresh.setitem(sys.modules, "pycuda.compiler", None)
-    with pytest.raises(CompileError, match="PyCUDA, which PYCUDA_CONV_COMPILER asks for, is not importable"):
-        compiler.compiler()

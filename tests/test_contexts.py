@@ -19,6 +19,7 @@ from test_launch import KINDS
 
 import pycuda_conv as pc
 from pycuda_conv import BackendError, ConvArgumentError, ConvProblem, DeviceMemoryError, Plan, memo, repeat
+from pycuda_conv.execute import device
 from pycuda_conv.runtime import contexts, get_device
 
 X, W, B = (2, 16, 9, 9), (24, 16, 3, 3), (24,)
@@ -63,18 +64,6 @@ def current_id(fake):
     return contexts.driver.current_id()
 
 
-def test_a_call_in_a_context_of_its_own(fake):
-    with context(fake):
-        x, w = arrays(fake, X, W)
-        fake.asked()
-        y = pc.conv2d(x, w)
-        assert launched(fake) == {current_id(fake)} and type(y) is fake.gpuarray.GPUArray and y.shape == Y and y.dtype == np.float32
-        assert contexts.where_is(int(y.gpudata)) == (0, current_id(fake))
-        assert not contexts._primaries and fake.library.fake_living() == 1  # no primary context was made beside it
-        y.get()
-    assert fake.library.fake_living() == 0
-
-
 EVERY = {
     "conv2d": lambda x, w, b, y: pc.conv2d(x, w, b),
     "again": lambda x, w, b, y: [pc.conv2d(x, w, b) for _ in range(3)][-1],
@@ -88,30 +77,17 @@ EVERY = {
     "plan": lambda x, w, b, y: Plan(ConvProblem.forward(2, X, W, B))(x, w, b),
     "bound": lambda x, w, b, y: Plan(ConvProblem.forward(2, X, W, B)).bind(w, b)(x),
     "strided": lambda x, w, b, y: pc.conv2d(strided(x), w, b),
-    "Fortran order": lambda x, w, b, y: pc.conv2d(fortran(x), w, b),
+    "Fortran order": lambda x, w, b, y: pc.conv2d(type(x)(x.shape, x.dtype, order="F"), w, b),
     "a part": lambda x, w, b, y: pc.conv2d(x[1:], w, b),
     "interface": lambda x, w, b, y: pc.conv2d(*(Interface(a) for a in (x, w, b))),
 }
 
 
-@pytest.fixture
-def counted(monkeypatch):
-    """How often Python made a call, in a list."""
-    from pycuda_conv.execute import device
-
-    whole = [0]
-
-    def convolve(*args, original=device.convolve):
-        whole[0] += 1
-        return original(*args)
-
-    monkeypatch.setattr(device, "convolve", convolve)
-    return whole
-
-
-def test_python_has_no_part_in_calls_that_are_made_again(fake, counted):
+def test_python_has_no_part_in_calls_that_are_made_again(fake, monkeypatch):
     if repeat._native is None or fake.by_python:
         pytest.skip("the launcher in C makes them")
+    counted, convolve = [0], device.convolve
+    monkeypatch.setattr(device, "convolve", lambda *args: (counted.__setitem__(0, counted[0] + 1), convolve(*args))[1])
     problem = ConvProblem.forward(2, (8, 64, 56, 56), (64, 64, 3, 3), padding=1)
     with context(fake):
         x, w, b, y, image, filters = arrays(fake, X, W, B, Y, (8, 64, 56, 56), (64, 64, 3, 3))
@@ -202,43 +178,11 @@ def test_an_array_that_gets_other_memory(fake):
             fake.drv.Context.pop()
 
 
-def test_a_repeated_call_in_another_context(fake):
-    """Contexts of one handle have other ids; a primary one that is not current is pushed."""
-    seen = set()
-    for _ in range(3):
-        with context(fake):
-            x, w = arrays(fake, X, W)
-            fake.asked()
-            for _ in range(3):
-                pc.conv2d(x, w)
-            assert launched(fake) == {current_id(fake)}
-            seen.add(current_id(fake))
-    assert len(seen) == 3
-    primary = contexts.cuda_device(0)
-    with primary:
-        x, w = arrays(fake, X, W)
-    for current in (None, "own"):
-        with context(fake) if current else primary.current() as own:
-            for _ in range(3):
-                fake.asked()
-                pc.conv2d(x, w)
-                assert launched(fake) == {theirs_id(fake, primary)}
-            if current:
-                assert fake.current() == own.handle
-    fake.asked()
-    pc.conv2d(x, w)  # none is current
-    assert launched(fake) == {theirs_id(fake, primary)} and fake.current() is None
-
-
 def strided(x):
     """An array that takes every second number of a row."""
     n, c, h, w = x.shape
     wide = type(x)((n, c, h, 2 * w), x.dtype, gpudata=None)
     return type(x)(x.shape, x.dtype, base=wide, gpudata=wide.gpudata, strides=(*wide.strides[:3], 2 * x.dtype.itemsize))
-
-
-def fortran(x):
-    return type(x)(x.shape, x.dtype, order="F")
 
 
 class Interface:
@@ -255,8 +199,7 @@ def check_calls(fake, name):
     """One of the calls in the current context: its launches, and its result."""
     x, w, b, y = arrays(fake, X, W, B, Y)
     made = EVERY[name](x, w, b, y)
-    assert launched(fake) == {current_id(fake)}
-    assert type(made) is fake.gpuarray.GPUArray
+    assert launched(fake) == {current_id(fake)} and type(made) is fake.gpuarray.GPUArray
     if name != "out":
         assert made.allocator.__self__ is contexts.device_at(contexts.where_is(int(made.gpudata)))
     return made
@@ -307,6 +250,9 @@ def test_the_current_contexts_are_left_as_they_were(fake):
             assert fake.current() == ours and fake.drv.Context.get_current() is own
         fake.library.cuCtxSetCurrent(own.handle)
         assert launched(fake) == {current_id(fake), theirs_id(fake, primary)}
+    for _ in range(3):  # none is current
+        pc.conv2d(*theirs)
+        assert launched(fake) == {theirs_id(fake, primary)} and fake.current() is None
 
 
 def theirs_id(fake, device):
@@ -367,6 +313,8 @@ def test_fifty_contexts_leave_nothing(fake, monkeypatch):
     for _ in range(50):
         with context(fake):
             y = pc.conv2d(*arrays(fake, X, W))
+            assert not contexts._primaries and fake.library.fake_living() == 1  # no primary context is made beside it
+            y.get()
             del y
         assert len(contexts._others) <= 9 and plans.cached_plan.cache_info().currsize <= 9
     assert fake.library.fake_living() == 0 and fake.used.value == 0

@@ -43,14 +43,6 @@ def test_medians_of_rounds_by_turns(monkeypatch):
     assert order[-30:] == turn * 3
 
 
-def test_it_is_listed_and_refused_where_it_means_nothing(capsys):
-    assert main(["bench", "--host-cost", "--list"]) == 0
-    assert "4x16x32x32 -> 32 3x3, float32\n" in capsys.readouterr().out
-    for more, said in [(["--mode", "tf32"], "--mode"), (["--csv", "x.csv"], "--csv"), (["--pages", "."], "--pages")]:
-        assert main(["bench", "--host-cost", *more]) == 2
-        assert said in capsys.readouterr().err
-
-
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path, capsys):
     file = tmp_path / "cost.json"

@@ -47,6 +47,14 @@ def simulated(monkeypatch):
     return made
 
 
+@pytest.fixture
+def launched(monkeypatch):
+    """The launches that are made from now on."""
+    made, original = [], images._launch
+    monkeypatch.setattr(images, "_launch", lambda *args: (made.append(original(*args)), made[-1])[1])
+    return made
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_random_calls(simulated, seed):
     random_calls(12, 100 + seed)
@@ -159,10 +167,8 @@ FILTERS = (
 @pytest.mark.parametrize(
     ("number", "strange"), [(i, strange) for i, row in enumerate(FILTERS) for strange in (False, True)[: 1 + (row[2] == "float32" and bool(row[4]))]]
 )
-def test_filters_of_all_shapes(simulated, monkeypatch, number, strange):
+def test_filters_of_all_shapes(simulated, launched, number, strange):
     name, shape, dtype, arguments, kernels = FILTERS[number]
-    launched, original = [], images._launch
-    monkeypatch.setattr(images, "_launch", lambda *args: (launched.append(original(*args)), launched[-1])[1])
     rng = np.random.default_rng(number)
     x = rng.integers(0, 100, shape).astype(dtype) if "int" in dtype else rng.standard_normal(shape).astype(dtype)
     if strange and name != "uniform_filter":  # scipy's running sums keep what is not finite
@@ -177,15 +183,8 @@ def test_filters_of_all_shapes(simulated, monkeypatch, number, strange):
 
 
 @pytest.mark.parametrize("dtype", ["bool", "uint8", "int8", "uint16", "int16", "int32", "float16", "float32", "float64"])
-def test_sums_of_float64_read_and_write_float64_alone(monkeypatch, dtype):
+def test_sums_of_float64_read_and_write_float64_alone(launched, dtype):
     """The GPU's kernels know no other pixels then."""
-    launched, original = [], images._launch
-
-    def noted(*args):
-        launched.append(original(*args))
-        return launched[-1]
-
-    monkeypatch.setattr(images, "_launch", noted)
     images.compiled.cache_clear()
     x = np.ones((9, 10, 11), dtype)
     for output in (None, "bool", "uint8", "int16", "int32", "float32", "float64"):

@@ -19,8 +19,8 @@ from pycuda_conv import BackendError, ConvArgumentError, ConvProblem, DeviceMemo
 from pycuda_conv.call import Operands
 from pycuda_conv.engines.nn import batch_norm
 from pycuda_conv.execute.device import convolve
-from pycuda_conv.runtime import contexts, driver, get_device, launcher, streams, tensor_map
 from pycuda_conv.runtime import device as device_module
+from pycuda_conv.runtime import driver, get_device, launcher, streams, tensor_map
 from pycuda_conv.runtime.base import KernelLaunch
 
 IN_C = pytest.mark.skipif(
@@ -322,16 +322,6 @@ def test_a_plan_whose_kernels_change_launches_the_new_ones(fake, kind, monkeypat
     assert len(second) == len(first) and not set(second) & set(first)
 
 
-@IN_C
-def test_it_knows_whether_the_context_is_current(fake):
-    device = fake.device("c")
-    assert device.is_current() is False
-    with device:
-        assert device.is_current() is True
-    assert device.is_current() is False
-    assert fake.device("python").is_current() is False  # which pushes it always
-
-
 @pytest.mark.gpu
 @IN_C
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
@@ -422,13 +412,6 @@ def test_out_may_not_share_memory_with_what_is_read(fake):
 
 
 # ---- which launcher
-
-
-def test_the_variable_chooses(fake, monkeypatch):
-    assert fake.device("python")._in_c is None
-    monkeypatch.setenv("PYCUDA_CONV_LAUNCHER", "C++")
-    with pytest.raises(ConvArgumentError, match=r"PYCUDA_CONV_LAUNCHER must be 'c' or 'python', got 'C\+\+'"):
-        contexts.PrimaryContext(0)
 
 
 def test_without_the_extension_python_launches(fake, monkeypatch):

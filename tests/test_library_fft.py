@@ -161,18 +161,12 @@ def test_torch_s_functions_make_the_same(dtype):
 # ---- what is asked for, and what is chosen
 
 
-def test_words():
+@pytest.mark.parametrize(("wrong", "error"), [("FFT", ConvArgumentError), ("", ConvArgumentError), (1, TypeError), (["fft"], TypeError)])
+def test_words(wrong, error):
     x, w = np.ones((1, 1, 9, 9), "f"), np.ones((1, 1, 3, 3), "f")
-    for wrong in ("FFT", "auto", ""):
-        with pytest.raises(
-            ConvArgumentError, match=r"algorithm must be None or one of \('direct', 'fft', 'batch_invariant'\), but got algorithm="
-        ):
-            pc.conv2d(x, w, algorithm=wrong)
-        with pytest.raises(ConvArgumentError, match="algorithm must be"):
-            ConvProblem.forward(2, x.shape, w.shape, algorithm=wrong)
-    for wrong in (1, True, ["fft"]):
-        with pytest.raises(TypeError, match=r"algorithm must be None or one of \('direct', 'fft', 'batch_invariant'\), got"):
-            pc.conv2d(x, w, algorithm=wrong)
+    for call in (lambda: pc.conv2d(x, w, algorithm=wrong), lambda: ConvProblem.forward(2, x.shape, w.shape, algorithm=wrong)):
+        with pytest.raises(error, match=r"algorithm must be None or one of \('direct', 'fft', 'batch_invariant'\), "):
+            call()
 
 
 @on_the_host

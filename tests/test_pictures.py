@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pycuda_conv.cli import main
 from pycuda_conv.tools.pictures import files, forms
 
 Image = pytest.importorskip("PIL.Image")
@@ -21,15 +20,10 @@ H, W = 17, 23
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch, capsys):
+def run(command, tmp_path, monkeypatch):
     """Run the command in an empty folder; gives the status, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
-
-    def call(*arguments):
-        status = main(["run", *map(str, arguments), "--device", "opencl"])
-        return (status, *capsys.readouterr())
-
-    return call
+    return lambda *arguments: command("run", *arguments, "--device", "opencl")
 
 
 def pixels(channels=3, dtype=np.uint8, pages=0, seed=0):
@@ -330,11 +324,13 @@ def test_colours_of_invisible_pixels_do_not_bleed(run):
     assert (np.asarray(Image.open("b.png"))[:, :6, :3] == 0).all()
 
 
-def test_what_has_no_data_stays_and_does_not_spread(run):
-    x = np.full((10, 12), 100, np.float32)
-    x[3:6, 4:8] = -9999
-    tifffile.imwrite("a.tif", x, metadata=None, extratags=[(42113, "s", 0, "-9999", True)])
-    assert run("--filter", "blur", "a.tif", "b.tif")[0] == 0
+@pytest.mark.parametrize("axes", ["yx", "tyx"])
+def test_what_has_no_data_stays_and_does_not_spread(run, axes):
+    """Of a picture and of a stack."""
+    x = np.full((3, H, W)[-len(axes) :], 100, np.float32)
+    (x if axes == "yx" else x[1])[3:6, 4:9] = -9999
+    tifffile.imwrite("a.tif", x, photometric="minisblack", metadata=None, extratags=[(42113, "s", 0, "-9999", True)])
+    assert run("--filter", "blur", "a.tif", "b.tif", *(["--axes", axes] if axes != "yx" else []))[0] == 0
     np.testing.assert_allclose(tifffile.imread("b.tif"), x, rtol=1e-6)
 
 
@@ -356,32 +352,28 @@ def test_borders(run, border):
         assert np.abs(np.asarray(Image.open("b.png")) - exact).max() <= 0.501, name
 
 
-def test_a_type_is_asked_for_or_refused(run):
-    tifffile.imwrite("a.tif", pixels(1), photometric="minisblack")
-    assert run("--filter", "gaussian:1", "a.tif", "b.tif", "--dtype", "float32")[0] == 0
-    assert tifffile.imread("b.tif").dtype == np.float32
-    status, _, err = run("--filter", "gaussian:1", "a.tif", "b.png", "--dtype", "float32")
-    assert status != 0 and "can't hold float32" in err
-
-
 @pytest.mark.parametrize(
-    "name, words",
-    [("gaussian:-1", "above 0"), ("gaussian:x", "gaussian:SIGMA"), ("box:2.5", "box:SIZE"), ("gausian:1", "--filter must be")]
-)
-def test_numbers_of_filters_are_checked(run, name, words):
-    Image.fromarray(pixels()).save("a.png")
-    status, _, err = run("--filter", name, "a.png", "b.png")
-    assert status != 0 and words in err and not Path("b.png").exists()
-
-
-@pytest.mark.parametrize(
-    "name, words",
-    [("b.jpg", "has no transparency"), ("b.bmp", "has no transparency"), ("b.gif", "quantised"), ("b.ppm", "has no transparency")]
-)
-def test_transparency_is_not_lost_in_silence(run, name, words):
+    ("arguments", "words"),
+    [
+        (("gaussian:1", "grey.tif", "b.png", "--dtype", "float32"), "can't hold float32"), (("blur", "complex.tif", "b.tif"), "complex64"),
+        *(((name, "a.png", "b.png"), words) for name, words in {
+            "gaussian:-1": "above 0", "gaussian:x": "gaussian:SIGMA", "box:2.5": "box:SIZE", "gausian:1": "--filter must be",
+        }.items()),
+        *((("blur", "a.png", f"b.{kind}"), words) for kind, words in {
+            "jpg": "has no transparency", "bmp": "has no transparency", "gif": "quantised", "ppm": "has no transparency",
+        }.items()),
+        *((("blur", "wide.png", f"b.{kind}"), "16-bit RGB does not fit") for kind in ("jpg", "webp", "avif", "bmp", "gif", "ppm")),
+    ],
+)  # fmt: skip
+def test_what_is_refused_is_told_in_one_line_and_nothing_is_lost_in_silence(run, arguments, words):
+    """Numbers of filters, types, transparency, colours of 16 bits."""
     Image.fromarray(pixels(4)).save("a.png")
-    status, _, err = run("--filter", "blur", "a.png", name)
-    assert status != 0 and words in err and not Path(name).exists()
+    codec("png", pixels(3, np.uint16))("wide.png")
+    tiff(pixels(1), **GREY)("grey.tif")
+    tiff(np.ones((3, H, W), np.complex64), **GREY)("complex.tif")
+    before = set(Path().iterdir())
+    status, out, err = run("--filter", *arguments)
+    assert status != 0 and (out, err.count("\n")) == ("", 1) and words in err and set(Path().iterdir()) == before
 
 
 def test_wide_colours_without_the_library_are_told_of(run, monkeypatch):
@@ -507,20 +499,6 @@ def test_values_without_data_stay_and_do_not_spread(run, none, border):
     assert status == 0 and "stands for no data" in err
 
 
-def test_a_stack_s_pixels_without_data_stay_and_do_not_spread(run):
-    x = np.full((3, H, W), 100, np.float32)
-    x[1, 3:6, 4:9] = -9999
-    tifffile.imwrite("a.tif", x, photometric="minisblack", metadata=None, extratags=[(42113, "s", 0, "-9999", True)])
-    assert run("--filter", "blur", "a.tif", "b.tif", "--axes", "tyx")[0] == 0
-    np.testing.assert_allclose(tifffile.imread("b.tif"), x, rtol=1e-6)
-
-
-def test_a_stack_of_complex_numbers_is_refused(run):
-    tifffile.imwrite("a.tif", np.ones((3, H, W), np.complex64), photometric="minisblack")
-    status, _, err = run("--filter", "blur", "a.tif", "b.tif")
-    assert status != 0 and "complex64" in err and not Path("b.tif").exists()
-
-
 def test_notes_of_ome_are_kept_or_told_of(run):
     channels = {"Name": ["a & b", "c"], "Color": [-16776961, 16711935], "EmissionWavelength": [500.0, 600.0]}
     told = {
@@ -538,13 +516,14 @@ def test_notes_of_ome_are_kept_or_told_of(run):
     assert before == after
 
 
-def test_a_stack_s_type_is_asked_for(run):
-    x = pixels(1, np.uint8, pages=3)
+@pytest.mark.parametrize("pages", [0, 3])
+def test_a_type_is_asked_for(run, pages):
+    x = pixels(1, np.uint8, pages=pages)
     tifffile.imwrite("a.tif", x, photometric="minisblack")
     for dtype in ("float32", "int16", "bool"):
-        assert run("--filter", "identity", "a.tif", "b.tif", "--dtype", dtype, "--axes", "tyx", "--force")[0] == 0
+        assert run("--filter", "identity", "a.tif", "b.tif", "--dtype", dtype, *(["--axes", "tyx"] if pages else []), "--force")[0] == 0
         found = tifffile.imread("b.tif")
-        assert found.dtype == ("uint8" if dtype == "bool" else dtype) and np.array_equal(found, x >= 0.5 if dtype == "bool" else x)
+        assert found.dtype == ("uint8" if dtype == "bool" and pages else dtype) and np.array_equal(found, x >= 0.5 if dtype == "bool" else x)
 
 
 def test_wide_integers_keep_their_digits(run):

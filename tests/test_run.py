@@ -5,17 +5,14 @@ import json
 import math
 import os
 import signal
-import struct
 import subprocess
 import sys
 import time
-import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import why_no_cuda
 from reference import started
 
 import pycuda_conv as pc
@@ -90,31 +87,19 @@ def test_arrays_are_convolved_as_torch_does(command, device, x, w, flags, functi
 @pytest.mark.parametrize("x_dtype, w_dtype, expected_dtype", [
     ("uint8", "int64", "float32"), ("int16", "int8", "float32"), ("bool", "bool", "float32"), ("int32", "int64", "float64"), ("uint64", "int64", "float64"),
     ("float32", "int64", "float32"), ("float16", "uint8", "float16"), ("uint8", "float32", "float32"), ("uint8", "float64", "float64"), (">i2", ">i8", "float32"),
+    ("float16", "float16", "float16"), ("float64", "float64", "float64"), (">f4", ">f4", "float32"), ("fortran", "float32", "float32"), ("empty", "float32", "float32"),
 ])  # fmt: skip
-def test_integers_are_convolved_as_floats(command, device, x_dtype, w_dtype, expected_dtype):
-    rng = np.random.default_rng(0)
-    x, w, b = rng.integers(0, 2, (5, 2, 9, 8)).astype(x_dtype), rng.integers(0, 2, (3, 2, 3, 3)).astype(w_dtype), np.array([1, -2, 3])
-    save(b=b)
-    np.save("x.npy", x)
+def test_every_dtype_and_layout(command, device, x_dtype, w_dtype, expected_dtype):
+    """Integers are convolved as floats."""
+    rng, kind = np.random.default_rng(0), {"fortran": "float32", "empty": "float32"}.get(x_dtype, x_dtype)
+    x, w = rng.integers(0, 2, (5 * (x_dtype != "empty"), 2, 9, 8)).astype(kind), rng.integers(0, 2, (3, 2, 3, 3)).astype(w_dtype)
+    save(b=(b := np.array([1, -2, 3])))
+    np.save("x.npy", np.asfortranarray(x) if x_dtype == "fortran" else x)
     np.save("w.npy", w)
     assert command("run", "--filter", "w.npy", "x.npy", "y.npy", "--bias", "b.npy", "--batch", 2, "--device", device)[::2] == (OK, "")
     expected = F.conv2d(*(torch.from_numpy(a.astype("f8")) for a in (x, w, b))).numpy()
     y = np.load("y.npy")
     assert y.dtype == expected_dtype and np.array_equal(y, expected)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float64", ">f4", "fortran", "empty"])
-def test_every_dtype_and_layout(command, device, dtype):
-    x, w = draw(0 if dtype == "empty" else 4, 2, 9, 8), draw(3, 2, 3, 3)
-    kind = {"fortran": "float32", "empty": "float32"}.get(dtype, dtype)
-    stored = np.asfortranarray(x) if dtype == "fortran" else x.astype(kind)
-    np.save("x.npy", stored)
-    np.save("w.npy", w.astype(kind))
-    assert command("run", "--filter", "w.npy", "x.npy", "y.npy", "--batch", 3, "--device", device)[0] == OK
-    y = np.load("y.npy")
-    expected = F.conv2d(torch.from_numpy(stored.astype("f8", order="C")), torch.from_numpy(w.astype(kind).astype("f8"))).numpy()
-    assert y.dtype == np.dtype(kind).newbyteorder("=") and y.shape == expected.shape
-    assert np.allclose(y, expected, atol=2e-2 if dtype == "float16" else 1e-5)
 
 
 def test_devices_are_passed_on(command, opencl, monkeypatch):
@@ -157,13 +142,11 @@ def test_arrays_may_be_larger_than_memory(opencl, python_env, tmp_path):
 # ---- what goes wrong
 
 
-ARRAYS = ("--filter", "w.npy", "x.npy", "y.npy")
+ARRAYS, PICTURES = ("--filter", "w.npy", "x.npy", "y.npy"), ("--filter", "blur", "a.png", "b.png")
 REFUSED = {
     "no input": (("--filter", "w.npy", "none.npy", "y.npy"), "none.npy can't be read: No such file"),
     "no filter": (("--filter", "none.npy", "x.npy", "y.npy"), "none.npy can't be read"),
-    "no bias": ((*ARRAYS, "--bias", "none.npy"), "none.npy can't be read"),
     "truncated": (("--filter", "w.npy", "cut.npy", "y.npy"), "cut.npy is not a whole .npy file"),
-    "truncated filter": (("--filter", "cut.npy", "x.npy", "y.npy"), "cut.npy is not a whole .npy file"),
     "empty": (("--filter", "w.npy", "nil.npy", "y.npy"), "nil.npy is not a whole .npy file"),
     "objects": (("--filter", "w.npy", "objects.npy", "y.npy"), "objects.npy is not a whole .npy file"),
     "complex": (("--filter", "complex.npy", "x.npy", "y.npy"), "complex.npy holds complex64; integers, float16, float32, float64 can be convolved"),
@@ -176,7 +159,6 @@ REFUSED = {
     "shape of the bias": ((*ARRAYS, "--bias", "two.npy"), "bias"),
     "onto the input": (("--filter", "w.npy", "x.npy", "x.npy", "--force"), "it is the file x.npy"),
     "onto a link to the input": (("--filter", "w.npy", "x.npy", "link.npy", "--force"), "it is the file x.npy"),
-    "onto the filter": (("--filter", "w.npy", "x.npy", "w.npy", "--force"), "it is the file w.npy"),
     "onto the bias": (("--filter", "w.npy", "x.npy", "b.npy", "--bias", "b.npy", "--force"), "it is the file b.npy"),
     "no folder": (("--filter", "w.npy", "x.npy", "none/y.npy"), "is not a folder"),
     "not writeable": (("--filter", "w.npy", "x.npy", "/proc/y.npy"), "/proc/y.npy can't be written"),
@@ -188,7 +170,6 @@ REFUSED = {
     "output padding": ((*ARRAYS, "--output-padding", "1"), "--transposed"),
     "padding": ((*ARRAYS, "--padding", "most"), "--padding: must be same, valid, or integers with commas between them, got 'most'"),
     "padding of three": ((*ARRAYS, "--padding", "1,2,3"), "padding"),
-    "negative": ((*ARRAYS, "--padding", "-1"), "padding"),
     "stride": ((*ARRAYS, "--stride", "0"), "stride"),
     "batch": ((*ARRAYS, "--batch", "0"), "--batch"),
     "device": ((*ARRAYS, "--device", "tpu"), "'tpu'"),
@@ -204,10 +185,9 @@ REFUSED = {
     "picture not writeable": (("--filter", "blur", "a.png", "/proc/b.png"), "/proc/b.png can't be written"),
     "alpha as jpeg": (("--filter", "blur", "alpha.png", "b.jpg"), "b.jpg can't be written"),
     "animation": (("--filter", "blur", "two.gif", "b.png"), "two.gif has 2 pictures"),
-    "activation": (("--filter", "blur", "a.png", "b.png", "--activation", "tanh"), "must be one of relu, relu6, leaky_relu, hardswish, silu"),
-    "slope": (("--filter", "blur", "a.png", "b.png", "--activation", "leaky_relu:x"), "or leaky_relu:SLOPE, got 'leaky_relu:x'"),
-    "slope of another": (("--filter", "blur", "a.png", "b.png", "--activation", "relu:0.1"), "or leaky_relu:SLOPE, got 'relu:0.1'"),
-    "stride of a picture": (("--filter", "blur", "a.png", "b.png", "--stride", "2"), "--stride is for .npy files"),
+    "activation": ((*PICTURES, "--activation", "tanh"), "must be one of relu, relu6, leaky_relu, hardswish, silu"),
+    "slope": ((*PICTURES, "--activation", "leaky_relu:x"), "or leaky_relu:SLOPE, got 'leaky_relu:x'"),
+    "stride of a picture": ((*PICTURES, "--stride", "2"), "--stride is for .npy files"),
     "filter of a picture": (("--filter", "five.npy", "a.png", "b.png"), "5 channels"),
     "flat filter": (("--filter", "b.npy", "a.png", "b.png"), "must have shape (R, S)"),
     "filter with nan": (("--filter", "nan.npy", "a.png", "b.png"), "not finite"),
@@ -271,18 +251,6 @@ def test_an_interrupted_run_leaves_nothing(command, opencl, monkeypatch, how, st
     assert not force or Path("y.npy").read_text() == "old"
 
 
-def test_an_interrupted_picture_leaves_nothing(command, opencl, monkeypatch):
-    Image.new("L", (9, 9)).save("a.png")
-
-    def write(path, *_):
-        path.write_bytes(b"half")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(run.pictures, "write", write)
-    assert command("run", "--filter", "blur", "a.png", "b.png", "--device", "opencl") == (INTERRUPTED, "", "interrupted\n")
-    assert names() == ["a.png"]
-
-
 class Interrupting:
     """Python before 3.12 makes a RuntimeError of what a class's attribute raises when it is told its name."""
 
@@ -310,37 +278,35 @@ def cleaning_up(error):
     return call
 
 
-@pytest.mark.parametrize("owner, name, instead, told", [
-    (pc, "conv2d", lambda *_, **__: type("Library", (), {"attribute": Interrupting()}), (INTERRUPTED, "", "interrupted\n")),
-    (pc, "conv2d", cleaning_up(RuntimeError("release unlocked lock")), (128 + signal.SIGTERM, "", "terminated\n")),
-    (pc, "conv2d", cleaning_up(OSError(errno.EBADF, "Bad file descriptor")), (128 + signal.SIGTERM, "", "terminated\n")),
-    (pc, "conv2d", raising(MemoryError()), (UNUSABLE, "", "pycuda-conv run: too little memory\n")),
-    (os, "posix_fallocate", raising(OSError(errno.ENOSPC, "No space left on device")), (UNUSABLE, "", "y.npy can't be written: No space left on device\n")),
-], ids=["a library makes its classes", "a lock that was not taken", "a file that was not opened", "too little memory", "a full disk, before the work"])
-def test_what_fails_on_the_way_is_told_in_one_line(command, opencl, monkeypatch, owner, name, instead, told):
-    save(x=draw(2, 1, 6, 6), w=draw(1, 1, 3, 3))
-    monkeypatch.setattr(owner, name, instead)
-    status, out, err = command("run", *ARRAYS, "--device", "opencl")
-    assert (status, out, err.count("\n")) == (*told[:2], 1) and err.endswith(told[2]) and names() == ["w.npy", "x.npy"]
+def half(path, *_):
+    path.write_bytes(b"half")
+    raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("kind", ["array", "picture"])
-def test_a_read_only_disk_is_told_in_one_line(command, opencl, monkeypatch, kind):
-    """Such a disk does not even remove what is not there."""
+READ_ONLY = raising(OSError(errno.EROFS, "Read-only file system"))
+
+
+@pytest.mark.parametrize("arguments, owner, name, instead, status, told", [
+    (ARRAYS, pc, "conv2d", lambda *_, **__: type("Library", (), {"attribute": Interrupting()}), INTERRUPTED, "interrupted\n"),
+    (ARRAYS, pc, "conv2d", cleaning_up(RuntimeError("release unlocked lock")), 128 + signal.SIGTERM, "terminated\n"),
+    (ARRAYS, pc, "conv2d", cleaning_up(OSError(errno.EBADF, "Bad file descriptor")), 128 + signal.SIGTERM, "terminated\n"),
+    (PICTURES, run.pictures, "write", half, INTERRUPTED, "interrupted\n"),
+    (ARRAYS, pc, "conv2d", raising(MemoryError()), UNUSABLE, "pycuda-conv run: too little memory\n"),
+    (ARRAYS, os, "posix_fallocate", raising(OSError(errno.ENOSPC, "No space left on device")), UNUSABLE, "y.npy can't be written: No space left on device\n"),
+    (ARRAYS, run, "_new_array", READ_ONLY, UNUSABLE, "y.npy can't be written: Read-only file system\n"),
+    (PICTURES, run.pictures, "write", READ_ONLY, UNUSABLE, "b.png can't be written: Read-only file system\n"),
+], ids=[
+    "a library makes its classes", "a lock that was not taken", "a file that was not opened", "half a picture", "too little memory",
+    "a full disk, before the work", "a read-only disk", "a picture on a read-only disk",
+])
+def test_what_fails_on_the_way_is_told_in_one_line_and_leaves_nothing(command, opencl, monkeypatch, arguments, owner, name, instead, status, told):
     save(x=draw(2, 1, 6, 6), w=draw(1, 1, 3, 3))
     Image.new("L", (9, 9)).save("a.png")
-
-    def read_only(*_, **__):
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    monkeypatch.setattr(run, "_new_array", read_only)
-    monkeypatch.setattr(run.pictures, "write", read_only)
-    monkeypatch.setattr(Path, "unlink", read_only)
-    arguments = ARRAYS if kind == "array" else ("--filter", "blur", "a.png", "b.png")
-    status, out, err = command("run", *arguments, "--device", "opencl")
-    assert (status, out, err) == (
-        UNUSABLE, "", f"pycuda-conv run: {Path(arguments[-1]).resolve()} can't be written: Read-only file system\n"
-    )
+    monkeypatch.setattr(owner, name, instead)
+    if instead is READ_ONLY:  # such a disk does not even remove what is not there
+        monkeypatch.setattr(Path, "unlink", READ_ONLY)
+    found, out, err = command("run", *arguments, "--device", "opencl")
+    assert (found, out, err.count("\n")) == (status, "", 1) and err.endswith(told) and names() == ["a.png", "w.npy", "x.npy"]
 
 
 COMPILING = "stopping: a kernel is still being compiled\n"  # where that takes a while
@@ -425,25 +391,6 @@ def test_named_filters_against_float64(command, device, name):
         assert np.array_equal(np.asarray(Image.open("b.png")), picture)
 
 
-def png_16_bit(array):
-    """A PNG of 16-bit pixels, rows stored as they are."""
-    def chunk(kind, data):
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    height, width, channels = array.shape
-    header = struct.pack(">IIBBBBB", width, height, 16, {2: 4, 3: 2, 4: 6}[channels], 0, 0, 0)
-    data = zlib.compress(b"".join(b"\0" + row.astype(">u2").tobytes() for row in array))
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
-
-
-def test_16_bit_colours_are_never_cut_in_silence(command, opencl):
-    pytest.importorskip("imagecodecs")
-    Path("a.png").write_bytes(png_16_bit(pixels(channels=3, dtype=np.uint16)))
-    for wanted in ("b.jpg", "b.webp", "b.avif", "b.bmp", "b.gif", "b.ppm"):
-        status, out, err = command("run", "--filter", "blur", "a.png", wanted, "--device", "opencl")
-        assert (status, out, err.count("\n")) == (UNUSABLE, "", 1) and "16-bit RGB does not fit" in err and names() == ["a.png"]
-
-
 @pytest.mark.parametrize(
     "shape, flags",
     [((3, 5), ""), ((1, 1, 4, 2), ""), ((3, 3), "--dilation 3"), ((3, 3), "--dilation 2,1"), ((60, 1), ""), ((3, 3), "--bias b.npy")]
@@ -481,29 +428,6 @@ def test_a_filter_over_all_colours(command, device, k, flags):
 
 
 # ---- bench --host
-
-
-def test_host_needs_a_gpu(command):
-    if why_no_cuda() is None:
-        pytest.skip("there is a GPU")
-    status, out, err = command("bench", "--host")
-    assert (status, out, err.count("\n")) == (UNUSABLE, "", 1) and "--host needs a GPU, but " in err
-
-
-@pytest.mark.parametrize("arguments, words", [
-    (("--host", "--mode", "tf32"), "--mode"), (("--host", "--only", "("), "regular expression"),
-    (("--host", "--only", "conv9d"), "matches no problem"), (("--devices", "0"), "--devices goes with --host"), (("--host", "--devices", "x"), "--devices"),
-])
-def test_host_refuses_what_it_does_not_do(command, arguments, words):
-    status, out, err = command("bench", *arguments)
-    assert (status, out, err.count("\n")) == (UNUSABLE, "", 1) and words in err
-
-
-def test_host_lists_its_problems(command):
-    status, out, err = command("bench", "--host", "--list")
-    assert (status, err) == (OK, "") and [line[:60].rstrip() for line in out.splitlines()] == [str(case) for case in hostbench.CASES]
-    assert len(hostbench.CASES) == 8 and str(hostbench.CASES[-1]).endswith("float64")
-    assert str(hostbench.CASES[0]).startswith("conv2d 32x64x224x224 -> 64x224x224 k3x3")
 
 
 def small(monkeypatch, wrong=None):

@@ -1,22 +1,18 @@
-"""Every table of every command fits where it is printed: in 80, 100 and 200 columns, and in a file."""
+"""Tables fit where they are printed: in 80, 100 and 200 columns, and in a file. Those of commands that other tests run are left out."""
 
-import ast
 import io
 import re
 import sys
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from conftest import why_no_opencl
 from rich.cells import cell_len
 
-from pycuda_conv import tune as choices_of
 from pycuda_conv.engines.direct.direct import Batched
 from pycuda_conv.engines.hopper.gemm import ImplicitGemm
 from pycuda_conv.problem import ConvProblem
-from pycuda_conv.tools import ablation, bench, choices, info, kernels, models, report, suite, terminal, training, tune, verify
-from pycuda_conv.tools.benchmarks import batchbench, coldbench, energybench, hostbench, hostcost, layerbench, loopbench, numbersbench
+from pycuda_conv.tools import bench, info, kernels, report, suite, terminal, training, verify
+from pycuda_conv.tools.benchmarks import batchbench, energybench, hostbench, hostcost, layerbench, loopbench, numbersbench
 from pycuda_conv.tools.pictures import bench as picture_bench
 
 LONG = ConvProblem.forward(3, (16, 128, 16, 112, 112), (1152, 128, 3, 5, 7), padding=(1, 2, 3), stride=(1, 2, 2))
@@ -33,15 +29,6 @@ def suite_rows():
             bench.label(LONG), "ImplicitGemm", str(CONFIG), LONG.flops, LONG.bytes, 1, timing="graph", verdict=verdict, **numbers
         )
         yield report.Row(bench.label(SHORT), "Batched", str(Batched(128, 1, 1)), 10, 10, 1, timing="wall", ours_us=1.0, torch_us=2.0)
-
-
-def of_tune():
-    rows = [
-        tune.Row(LONG, choices_of.Choice(Batched(128, 8, 16), 123456.0), choices_of.Choice(CONFIG, 1234.5)), tune.Row(SHORT, verdict="no memory"),
-    ]  # fmt: skip
-    tune._print(
-        rows, SimpleNamespace(model="NVIDIA H200"), SimpleNamespace(path=Path("/home/someone/.cache/pycuda_conv/tuned.json")), 2, 2, 3.0
-    )
 
 
 def of_info():
@@ -78,14 +65,6 @@ def of_bench():
 
 def of_others():
     out = terminal.console()
-    out.print(choices.row_table("Choices", [
-        choices.Row("depthwise", one, (choices.Candidate(CONFIG, 12.0, 13.0), choices.Candidate(Batched(128, 8, 16), None, 3.0)))
-        for one in (LONG, SHORT)
-    ]))
-    out.print(terminal.table(
-        "First calls on NVIDIA H200, each in a fresh process with an empty cache", coldbench.COLUMNS,
-        [("the first call of a layer of resnet50 in float16", "1,234.5", "12.3")]
-    ))
     for one in hostcost.tables(
         [hostcost.Row(str(LONG), "conv2d(x, w)", 123.4, 12.3)], [{"threads": 8, "torch": 1e6, "ours": 2e6, "ratio": 2.0}]
     ):
@@ -96,28 +75,14 @@ def of_others():
     )
     out.print(loopbench.row_table(rows))
     out.print(loopbench.compiler_table({"SourceModule, flat text": (1.5, 0.0002), "ours, by nvrtc": (0.6, 0.0002)}))
-    row = (
-        "depthwise_planes, depthwise_nhwc", "12,345", "1.35", "+0.12%", "+123.4%", "depthwise, gradient by weight", "123", "4", "5",
-        "stays: +0.12% of all families",
-    )
-    out.print(
-        terminal.table("Engines of sm_90a by their models, 9,600 problems, seed 0", ablation.COLUMNS, [row, row], left=ablation.COLUMNS[:1])
-    )
-    case = models.Case("trained", "efficientnet_v2_s", 128, "bf16-nhwc")
     jobs = picture_bench.Row("gaussian_filter, sigma 3, 2160 x 3840 of uint8", 123456.7, 1e6, 12.3, 1e7, 1.2e-7), picture_bench.Row("sobel")
     out.print(
         terminal.table("ratio = theirs / ours, above 1 ours is faster", picture_bench.COLUMNS, [job.cells() for job in jobs], left=("job",))
     )
-    for kind in models.ROWS.values():
-        out.print(models.row_table([kind(case), kind(case, "failed: the reason")]))
     training._print(out, [
         training.Row("gradient by weight", str(LONG), "fp32", 12345.6, 23456.7, 1.0, 1e-7, 1e-7, str(CONFIG)),
         training.Row("conv + bn", "x", "tf32", verdict="WRONG")
     ])
-    hostbench._print(out, [
-        hostbench.HostRow(str(LONG), 1, 1, 1e-7, 1.0, 2.0, 3.0, 0.5, 0.6), hostbench.HostRow("x", 1, 1, verdict="WRONG")
-    ],
-                     [hostbench.ScalingRow(4, 1e-7, 10**9, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0)], hostbench.CASES[0])  # fmt: skip
 
 
 def of_layers():
@@ -148,26 +113,8 @@ def of_lists():
 
 PRINTERS = {
     f.__name__.removeprefix("of_"): f
-    for f in (of_tune, of_info, of_info_with_gpus, of_verify, of_bench, of_others, of_layers, of_kernels, of_lists)
+    for f in (of_info, of_info_with_gpus, of_verify, of_bench, of_others, of_layers, of_kernels, of_lists)
 }
-#: By module, the calls of `table` that the functions above lead to: a new one needs a line there.
-CALLS = {
-    "ablation": 1, "batchbench": 1, "bench": 2, "choices": 1, "coldbench": 1, "energybench": 1, "hostbench": 2, "hostcost": 2, "info": 3, "kernels": 1, "layerbench": 1, "loopbench": 2, "model_rows": 1,
-    "numbersbench": 1, "pictures.bench": 1, "report": 1, "training": 1, "tune": 1, "verify": 1,
-}  # fmt: skip
-
-
-def test_every_table_is_tried_here():
-    found = {}
-    for path in Path(terminal.__file__).parent.rglob("*.py"):
-        calls = [node for node in ast.walk(
-            ast.parse(path.read_text())
-        ) if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("table", "Table")]
-        if calls and path.stem != "terminal":
-            found[path.stem if path.parent.name != "pictures" else f"pictures.{path.stem}"] = len(calls)  # there are two files named bench
-    assert found == CALLS
-
-
 def printed(printer, width, monkeypatch, colours=False, **wanted):
     """What a command prints on a terminal of that width, or into a file; and the tables in it."""
     stream, tables, original = io.StringIO(), [], terminal.Table.__rich_console__

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import why_no_cuda
 from reference import fprop, started
 
 import pycuda_conv as pc
@@ -248,11 +247,6 @@ def test_a_choice_that_another_process_added_is_kept_and_one_that_was_taken_out_
     assert table.get(GPU, "edited") == Choice(ODD, 3) and table.get(GPU, "other's") is None
 
 
-def test_a_shipped_table_is_named_after_its_gpu():
-    assert tune.shipped_table("NVIDIA H200").path.name == "nvidia_h200.json"
-    assert tune.shipped_table("../NVIDIA GeForce RTX 4090 (D)").path.parent == tune.SHIPPED
-
-
 H200 = fake(model="NVIDIA H200")
 SHIPPED_TABLES = sorted((tune.SHIPPED).glob("*.json"))
 
@@ -265,6 +259,7 @@ def test_a_shipped_table_holds_what_the_kernels_can_run(path):
     timed = calibration.parsed((calibration.SHIPPED / path.name).read_text()).timings
     known = {tune.key(problem): problem for problem, *_ in calibrate.from_json(timed)}
     assert path.read_text() == tune._text(found)
+    assert tune.shipped_table("../NVIDIA GeForce RTX 4090 (D)").path.parent == tune.SHIPPED
     of_benchmark = {tune.key(in_mode(problem, mode)) for mode in MODES for problem in suite()}
     # drawn problems: a table of its own would flatter the benchmark
     assert len(found) > 100 and not of_benchmark & {name for _, name in found}
@@ -364,12 +359,7 @@ def test_what_is_faster_by_chance_is_not_taken_for_the_planner_s():
     assert tune.best([own, Choice(ODD, 9.9)], own.config) == Choice(ODD, 9.9)
 
 
-def test_an_untuned_problem_is_measured_once_and_the_best_is_kept(measured):
-    assert tune.tuned(PROBLEM, fake()) == Choice(ODD, 10.0) == tune.tuned(PROBLEM, fake())
-    assert measured == [PROBLEM] and Table(tune.user_table().path).get(GPU, tune.key(PROBLEM)) == Choice(ODD, 10.0)
-
-
-def test_threads_that_ask_at_the_same_time_measure_once(measured):
+def test_threads_that_ask_at_the_same_time_measure_once_and_the_best_is_kept(measured):
     barrier = threading.Barrier(6, timeout=300)
 
     def ask(_):
@@ -378,7 +368,8 @@ def test_threads_that_ask_at_the_same_time_measure_once(measured):
 
     with ThreadPoolExecutor(6) as pool:
         assert set(pool.map(ask, range(6))) == {Choice(ODD, 10.0)}
-    assert len(measured) == 1
+    assert tune.tuned(PROBLEM, fake()) == Table(tune.user_table().path).get(GPU, tune.key(PROBLEM)) == Choice(ODD, 10.0)
+    assert measured == [PROBLEM]
 
 
 def test_a_measurement_is_refused_while_a_stream_is_captured_but_what_is_known_is_used(measured):
@@ -468,9 +459,10 @@ def told(plan, **options) -> dict[str, str]:
 
 
 def test_a_plan_tells_what_it_launches_and_why(named):
-    found = told(Plan(PROBLEM, named))
+    found = told(plan := Plan(PROBLEM, named))
+    assert str(PROBLEM) in repr(plan)
     assert found["where"] == f"opencl, {GPU}" and found["work"].startswith("1.73e-05 GFLOP, 0.00") and "rule" in found["because"]
-    assert found["direct_batched"] == f"cu/direct/batched.cu {Plan(PROBLEM, named).schedule.whole[0][0].grid} 128"
+    assert found["direct_batched"] == f"cu/direct/batched.cu {plan.schedule.whole[0][0].grid} 128"
     assert "measured" not in found
     assert told(Plan(PROBLEM, named, config=ODD))["because"] == "the caller gave it"
     tune.store(PROBLEM, named, Choice(ODD, 4.5))
@@ -513,10 +505,9 @@ def test_on_a_gpu_the_models_are_quoted_and_the_launches_measured():
     assert any(line.split()[0] == "workspace" and "the packed filter" in line for line in lines)
     head = next(i for i, line in enumerate(lines) if line.split()[0] == "launch")
     steps = [step for stage in plan.schedule.whole for step in stage]
-    assert len(lines) == head + 1 + len(steps) and len({len(line) for line in lines[head:]}) == 1  # aligned
+    assert len(lines) == head + 1 + len(steps)
     for line, step in zip(lines[head + 1 :], steps, strict=True):
         assert line.split() == [step.kernel, shown_file(step.file or step.kernel), f"{step.grid:,}", str(step.block), "168", "0", "200,000", "19%"]
-    assert max(map(len, lines)) <= 140
 
 
 def test_a_tuned_plan_shows_both_times():
@@ -559,13 +550,6 @@ def test_an_output_that_cannot_be_written_is_refused_before_anything_is_measured
 
 
 BENCHED = list(dict.fromkeys(core() + gradients()))  # in NCHW float32
-
-
-def test_without_a_gpu_it_says_so(tune_command):
-    if why_no_cuda() is None:
-        pytest.skip("there is a GPU")
-    status, out, err = tune_command()
-    assert (status, out, err.count("\n")) == (UNUSABLE, "", 1) and "this needs a GPU, but " in err
 
 
 def test_the_list_tells_every_problem_in_every_form(tune_command):
@@ -621,14 +605,6 @@ def test_the_limit_leaves_what_would_begin_too_late(tune_command, measured, monk
 SMALL = fprop((4, 16, 20, 20), (24, 16, 3, 3), padding=1)
 
 
-@pytest.fixture
-def torch():
-    module = pytest.importorskip("torch")
-    if not module.cuda.is_available():
-        pytest.skip("this torch has no CUDA")
-    return module
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("case, dtype", [
     (SMALL, "float32"), (SMALL, "float16"), (SMALL, "bfloat16"), (SMALL, "float64"), (fprop((2, 8, 30, 30), (8, 1, 3, 3), groups=8), "float32"),
@@ -676,7 +652,10 @@ def test_a_wrong_configuration_is_found(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_a_captured_stream_is_not_disturbed(torch):
+def test_a_captured_stream_is_not_disturbed():
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("this torch has no CUDA")
     x, w = (torch.from_numpy(a).cuda() for a in SMALL.integers("float32")[:2])
     pc.conv2d(x, w, padding=1)
     side = torch.cuda.Stream()
