@@ -79,16 +79,16 @@ class Filter:
         """In float64, tap by tap."""
         stride, dilation = self.each(self.stride), self.each(self.dilation)
         padded = np.pad(x.astype(float), ((0, 0), (0, 0), *self.pairs)).reshape(
-            x.shape[0], self.groups, -1, *(n + sum(p) for n, p in zip(x.shape[2:], self.pairs, strict=True))
+            x.shape[0], self.groups, x.shape[1] // self.groups, *(n + sum(p) for n, p in zip(x.shape[2:], self.pairs, strict=True))
         )
-        grad = dy.astype(float).reshape(dy.shape[0], self.groups, -1, *dy.shape[2:])
+        grad = dy.astype(float).reshape(dy.shape[0], self.groups, dy.shape[1] // self.groups, *dy.shape[2:])
         out = np.zeros(self.w)
         for tap in np.ndindex(*self.w[2:]):
             seen = padded[
                 (..., *(slice(t * d, t * d + (m - 1) * s + 1, s) for t, d, m, s in zip(tap, dilation, dy.shape[2:], stride, strict=True)))
             ]
             with np.errstate(invalid="ignore"):
-                found = np.einsum("ngkp,ngcp->gkc", grad.reshape(*grad.shape[:3], -1), seen.reshape(*seen.shape[:3], -1))
+                found = np.einsum("ngkp,ngcp->gkc", *(one.reshape(*one.shape[:3], math.prod(dy.shape[2:])) for one in (grad, seen)))
             out[(slice(None), slice(None), *tap)] = found.reshape(self.w[:2])
         return out
 

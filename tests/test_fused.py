@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import simt
 import torch
-from reference import DTYPES, EPS, SUM_EPS, covering, needs_nvcc, nvcc_of
+from reference import ACTIVATIONS, DTYPES, EPS, SUM_EPS, activation_of, covering, needs_nvcc, nvcc_of
 
 import pycuda_conv as pc
 import pycuda_conv.nn as fused_modules
@@ -192,35 +192,6 @@ def test_a_large_mean_costs_no_digits_of_the_variance(device, slices, shape, dty
     near(mean, wide.mean(kernels.axes), 8 * SUM_EPS[dtype])
 
 
-#: Activations in float64, and their derivatives.
-ACTIVATED = {
-    None: (lambda v: v, np.ones_like),
-    "relu": (lambda v: np.maximum(v, 0), lambda v: (v > 0) * 1.0),
-    "relu6": (lambda v: np.clip(v, 0, 6), lambda v: (v > 0) & (v < 6)),
-    "leaky_relu": (lambda v: np.where(v > 0, v, 0.01 * v), lambda v: np.where(v > 0, 1, 0.01)),
-    ("leaky_relu", -0.25): (lambda v: np.where(v > 0, v, -0.25 * v), lambda v: np.where(v > 0, 1, -0.25)),
-    "hardswish": (lambda v: v * np.clip(v + 3, 0, 6) / 6, lambda v: np.where(v <= -3, 0, np.where(v >= 3, 1, v / 3 + 0.5))),
-    "silu": (lambda v: v * logistic(v), lambda v: logistic(v) * (1 + v * logistic(-v))),
-    "gelu": (lambda v: v * normal_cdf(v), lambda v: normal_cdf(v) + v * np.exp(-v * v / 2) / math.sqrt(2 * math.pi)),
-    "gelu_tanh": (
-        lambda v: v * logistic(2 * inner(v)),
-        lambda v: logistic(2 * inner(v)) * (1 + v * logistic(-2 * inner(v)) * 2 * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * v**2)),
-    ),
-}  # fmt: skip
-
-
-def logistic(v):
-    return 0.5 * (1 + np.tanh(v / 2))
-
-
-def inner(v):
-    return math.sqrt(2 / math.pi) * (v + 0.044715 * v**3)
-
-
-def normal_cdf(v):
-    return 0.5 * (1 + np.vectorize(math.erf)(v / math.sqrt(2)))
-
-
 #: Values on whose side of a bend rounding may decide, by their distance from it.
 BENDS = {"relu6": (0, 6), "hardswish": (-3, 3)}
 
@@ -230,7 +201,7 @@ BENDS = {"relu6": (0, 6), "hardswish": (-3, 3)}
 def test_activations_beyond_relu(kernels, turn):
     """Forwards and backwards: the derivative is computed again from y. Values go beyond all bends.
     Each run has two on a GPU, one on PoCL."""
-    pixels, beyond = kernels.pixels, [one for one in ACTIVATED if one not in (None, "relu")]
+    pixels, beyond = kernels.pixels, ACTIVATIONS[1:]
     run = [(pixels.layout, pixels.K, pixels.plane, pixels.dtype) == (*(SHAPES | FOURS)[shape], dtype) for shape, dtype in RUNS].index(True)
     activation = beyond[(run + 3 * turn + 4 * (batch_norm.BLOCKS["NCHW"] == 1)) % len(beyond)]
     y, dout, mean, invstd = kernels.normals(1, mean=1), kernels.normals(2), kernels.of_channel(1), kernels.of_channel(2)
@@ -238,13 +209,14 @@ def test_activations_beyond_relu(kernels, turn):
     xhat = (y.astype(np.float64) - kernels.wide(mean)) * kernels.wide(invstd)
     before = xhat * kernels.wide(gamma) + kernels.wide(beta)
     assert before.min() < -3 and before.max() > 6
-    act, slope = ACTIVATED[activation]
+    given = torch.from_numpy(before).requires_grad_()
+    after = activation_of(activation)(given)
     out = np.full(y.shape, np.nan, y.dtype)
     kernels.run(batch_norm.forward, (y, mean, invstd, gamma, beta, None), (out, None), activation)
-    near(out, act(before), 2 * EPS[kernels.pixels.dtype])
+    near(out, after, 2 * EPS[kernels.pixels.dtype])
     for bend in BENDS.get(activation, (0,)):
         dout[np.abs(before - bend) < 1e-4] = 0
-    g = dout.astype(np.float64) * slope(before)
+    g = torch.autograd.grad(after, given, torch.from_numpy(dout.astype(np.float64)))[0].numpy()
     dbeta, dgamma = g.sum(kernels.axes), (g * xhat).sum(kernels.axes)
     m = kernels.pixels.N * kernels.pixels.plane
     expected = kernels.wide(invstd) * kernels.wide(gamma) * (g - (kernels.wide(dbeta) + xhat * kernels.wide(dgamma)) / m)
@@ -255,7 +227,7 @@ def test_activations_beyond_relu(kernels, turn):
     near(dy, expected, 8 * EPS[kernels.pixels.dtype])
 
 
-@pytest.mark.parametrize("activation", [one for one in ACTIVATED if one is not None], ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
 def test_activations_of_huge_values_have_finite_gradients(device, activation):
     """As torch's have, whose products of 0 and infinity are none: where the derivative is 0, an infinite gradient becomes 0 too."""
     kernels = Kernels(device, Pixels("float32", "NCHW", 3, 1, 16))
