@@ -85,8 +85,12 @@ def behind(error: BaseException) -> KeyboardInterrupt | Terminated | None:
     raised while a class tells its attributes their names.
     """
     found: BaseException | None = error
+    seen: set[int] = set()  # an error that is raised again while its own effect is handled stands behind itself
     while not (found is None or isinstance(found, (KeyboardInterrupt, Terminated))):
+        seen.add(id(found))
         found = found.__cause__ or found.__context__
+        if id(found) in seen:
+            return None
     return found
 
 

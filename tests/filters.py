@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 from reference import DTYPES, EPS, SUM_EPS, TINY, Case, assert_close
 
 from pycuda_conv import ConvProblem
@@ -77,10 +76,21 @@ class Filter:
         return self.arrays(dtype, np.random.default_rng(seed).standard_normal)
 
     def reference(self, x: np.ndarray, dy: np.ndarray) -> np.ndarray:
-        """In float64."""
-        padded, grad = (torch.from_numpy(a.astype(float, "C")) for a in (np.pad(x, ((0, 0), (0, 0), *self.pairs)), dy))
-        gradient = getattr(torch.nn.grad, f"conv{self.ndim}d_weight")
-        return gradient(padded, self.w, grad, self.each(self.stride), 0, self.each(self.dilation), self.groups).numpy()
+        """In float64, tap by tap."""
+        stride, dilation = self.each(self.stride), self.each(self.dilation)
+        padded = np.pad(x.astype(float), ((0, 0), (0, 0), *self.pairs)).reshape(
+            x.shape[0], self.groups, x.shape[1] // self.groups, *(n + sum(p) for n, p in zip(x.shape[2:], self.pairs, strict=True))
+        )
+        grad = dy.astype(float).reshape(dy.shape[0], self.groups, dy.shape[1] // self.groups, *dy.shape[2:])
+        out = np.zeros(self.w)
+        for tap in np.ndindex(*self.w[2:]):
+            seen = padded[
+                (..., *(slice(t * d, t * d + (m - 1) * s + 1, s) for t, d, m, s in zip(tap, dilation, dy.shape[2:], stride, strict=True)))
+            ]
+            with np.errstate(invalid="ignore"):
+                found = np.einsum("ngkp,ngcp->gkc", *(one.reshape(*one.shape[:3], math.prod(dy.shape[2:])) for one in (grad, seen)))
+            out[(slice(None), slice(None), *tap)] = found.reshape(self.w[:2])
+        return out
 
     def bound(self, x: np.ndarray, dy: np.ndarray, ref: np.ndarray, precision: str = "tf32") -> np.ndarray:
         """How far from `ref` the rounding of an honest sum may lead."""

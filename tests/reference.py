@@ -73,32 +73,35 @@ def _by_taps(x: Any, w: Any, stride: tuple, dilation: tuple, transposed: bool) -
     return y
 
 
-def reference(
-    transposed: bool, ndim: int, x: np.ndarray, w: np.ndarray, b: np.ndarray | None = None, *, stride=1, padding=0, output_padding=0,
-    dilation=1, groups=1,
-) -> np.ndarray:
-    """The (transposed) convolution in float64. Padding is done by hand, so uneven pairs and crops are independent of the package."""
+def convolved(
+    transposed: bool, x: Any, w: Any, b: Any = None, *, stride=1, padding=0, output_padding=0, dilation=1, groups=1
+) -> Any:  # fmt: skip
+    """The (transposed) convolution of torch's tensors. Padding is done by hand, so uneven pairs and crops are independent of the package."""
     torch = pytest.importorskip("torch", reason="the reference is torch's CPU convolution")
-    F = torch.nn.functional
-    x64, w64 = (torch.from_numpy(np.ascontiguousarray(a, np.float64)) for a in (x, w))
-    b64 = None if b is None else torch.from_numpy(np.ascontiguousarray(b, np.float64))
+    F, ndim = torch.nn.functional, w.dim() - 2
     stride, dilation = _tuple(stride, ndim), _tuple(dilation, ndim)
     pairs = _pairs(padding, tuple(w.shape[2:]), dilation)
     of_many_taps = groups == x.shape[-ndim - 1] and 32 < math.prod(w.shape[2:]) < math.prod(x.shape[-ndim:]) / 16
     if not transposed:
-        padded = F.pad(x64, [v for pair in reversed(pairs) for v in pair])
-        if of_many_taps:
-            y = _by_taps(padded, w64, stride, dilation, transposed)
-            return (y if b64 is None else y + b64.reshape(-1, *(1,) * ndim)).numpy()
-        return getattr(F, f"conv{ndim}d")(padded, w64, b64, stride, 0, dilation, groups).numpy()
+        x = F.pad(x, [v for pair in reversed(pairs) for v in pair])
     if of_many_taps:
-        full = _by_taps(x64, w64, stride, dilation, transposed)
+        y = _by_taps(x, w, stride, dilation, transposed)
+    elif transposed:
+        y = getattr(F, f"conv_transpose{ndim}d")(x, w, None, stride, 0, 0, groups, dilation)
     else:
-        full = getattr(F, f"conv_transpose{ndim}d")(x64, w64, None, stride, 0, 0, groups, dilation)
-    extra = _tuple(output_padding, ndim)
-    around = [v for (before, after), e in reversed(list(zip(pairs, extra, strict=True))) for v in (-before, e - after)]
-    cut = F.pad(F.pad(full, [max(v, 0) for v in around]), [min(v, 0) for v in around])  # both at once may not leave a row between
-    return (cut if b64 is None else cut + b64.reshape(-1, *(1,) * ndim)).numpy()
+        y = getattr(F, f"conv{ndim}d")(x, w, None, stride, 0, dilation, groups)
+    if transposed:
+        extra = _tuple(output_padding, ndim)
+        around = [v for (before, after), e in reversed(list(zip(pairs, extra, strict=True))) for v in (-before, e - after)]
+        y = F.pad(F.pad(y, [max(v, 0) for v in around]), [min(v, 0) for v in around])  # both at once may not leave a row between
+    return y if b is None else y + b.reshape(-1, *(1,) * ndim)
+
+
+def reference(transposed: bool, ndim: int, x: np.ndarray, w: np.ndarray, b: np.ndarray | None = None, **options: Any) -> np.ndarray:
+    """The same of arrays, in float64."""
+    torch = pytest.importorskip("torch")
+    given = (None if a is None else torch.from_numpy(np.ascontiguousarray(a, np.float64)) for a in (x, w, b))
+    return convolved(transposed, *given, **options).numpy()
 
 
 @dataclass(frozen=True)
@@ -198,26 +201,23 @@ def gradient_of(case: Case) -> Case:
 ACTIVATIONS = ["relu", "relu6", "leaky_relu", ("leaky_relu", 0.2), "hardswish", "silu", "gelu", "gelu_tanh"]
 
 
-def activated(v: np.ndarray, activation: Any) -> np.ndarray:
-    """The activation in float64, by torch's formulas; those of large numbers as they would be without an end of the type."""
+def activation_of(activation: Any) -> Callable[[Any], Any]:
+    """The activation as a function of torch's tensors."""
+    f = pytest.importorskip("torch").nn.functional
     word, slope = activation if isinstance(activation, tuple) else (activation, 0.01)
-    v = np.asarray(v, float)
-    with np.errstate(over="ignore", invalid="ignore"):
-        if word is None:
-            return v
-        if word in ("relu", "relu6"):
-            v = np.where(v < 0, 0, v)
-            return np.where(v > 6, 6, v) if word == "relu6" else v
-        if word == "leaky_relu":
-            return np.where(v < 0, v * slope, v)
-        if word == "hardswish":
-            return v * (np.clip(v + 3, 0, 6) / 6)
-        if word == "silu":
-            return v / (1 + np.exp(-v))
-        if word == "gelu":
-            return v * (0.5 * (1 + np.vectorize(math.erf, otypes=[float])(v / math.sqrt(2))))
-        assert word == "gelu_tanh"
-        return v * (0.5 * (1 + np.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v**3))))
+    if word is None:
+        return lambda v: v
+    if word == "hardswish":  # torch's own overflows, and for GPUs multiplies float64 by a sixth that is rounded to float32
+        return lambda v: v * (f.relu6(v + 3) / 6)
+    if word == "gelu_tanh":
+        return lambda v: f.gelu(v, approximate="tanh")
+    return (lambda v: f.leaky_relu(v, slope)) if word == "leaky_relu" else getattr(f, word)
+
+
+def activated(v: np.ndarray, activation: Any) -> np.ndarray:
+    """The activation in float64."""
+    torch = pytest.importorskip("torch")
+    return activation_of(activation)(torch.from_numpy(np.array(v, float))).numpy()
 
 
 def assert_exact(got: np.ndarray, ref: np.ndarray, what: Any = "") -> None:

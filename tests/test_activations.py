@@ -23,6 +23,7 @@ from reference import (
     SUM_EPS,
     TINY,
     activated,
+    activation_of,
     assert_close,
     needs_nvcc,
 )  # fmt: skip
@@ -157,16 +158,6 @@ def test_one_form_of_each():
 # ---- torch
 
 
-def by_torch(activation):
-    word, slope = activation if isinstance(activation, tuple) else (activation, 0.01)
-    f = torch.nn.functional
-    if word == "hardswish":  # torch's own kernel for GPUs multiplies float64 by a sixth that is rounded to float32
-        return lambda v: v * (f.relu6(v + 3) / 6)
-    if word == "gelu_tanh":
-        return lambda v: f.gelu(v, approximate="tanh")
-    return (lambda v: f.leaky_relu(v, slope)) if word == "leaky_relu" else getattr(f, word)
-
-
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=NAMES)
 def test_gradients(device, activation):
     torch.manual_seed(0)
@@ -179,7 +170,7 @@ def test_gradients(device, activation):
 
     def theirs(x, w, b, scale, residual):
         y = torch.nn.functional.conv2d(x, w) * scale.view(-1, 1, 1) + b.view(-1, 1, 1) + residual
-        return by_torch(activation)(y)
+        return activation_of(activation)(y)
 
     def results(function):
         y = function(*given)
@@ -204,7 +195,7 @@ def test_autocast(device, activation):
         once = pc.conv2d(x, w, activation=activation)
         traced = pc.conv2d(x, w.requires_grad_(), activation=activation)
     sums = torch.nn.functional.conv2d(x.bfloat16().double(), w.detach().bfloat16().double())
-    ref = by_torch(activation)(sums)
+    ref = activation_of(activation)(sums)
     assert once.dtype == traced.dtype == torch.bfloat16
     assert ((once.double() - ref).abs() <= 2.0**-8 * ref.abs() + 1e-4).all()  # rounded once
     assert ((traced.double() - ref).abs() <= 2.0**-8 * (ref.abs() + STEEPEST * sums.abs()) + 1e-4).all()  # twice, as by torch

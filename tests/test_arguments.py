@@ -1,5 +1,6 @@
 """Every wrong argument is refused before anything is launched, in torch's words where torch has some."""
 
+import contextlib
 import decimal
 import re
 
@@ -50,55 +51,36 @@ def refuses(device, monkeypatch):
 SIZES = [
     # rank
     ("conv2d", (X[0, 0], W), {}, "Expected 3D (unbatched) or 4D (batched) input to conv2d, but got input of size: [8, 9]"),
-    ("conv2d", (X[None], W), {}, "Expected 3D (unbatched) or 4D (batched) input to conv2d, but got input of size: [1, 2, 4, 8, 9]"),
-    ("conv1d", (X, W[0]), {}, "Expected 2D (unbatched) or 3D (batched) input to conv1d, but got input of size: [2, 4, 8, 9]"),
     ("conv3d", (X[0, 0, 0], W[None]), {}, "Expected 4D (unbatched) or 5D (batched) input to conv3d, but got input of size: [9]"),
     ("conv_transpose2d", (X[0, 0], W), {}, "Expected 3D (unbatched) or 4D (batched) input to conv_transpose2d, but got input of size: [8, 9]"),
-    ("conv_transpose1d", (zeros(), W[0]), {}, "input to conv_transpose1d, but got input of size: []"),
     ("conv2d", (X, W[0, 0]), {}, "weight of size [3, 3] is a filter without channels, which conv2d takes for an input of shape (H, W)"),
     ("conv3d", (X, W), {}, "Expected 5-dimensional weight for conv3d, of shape (K, C/groups, T, R, S), but got 4-dimensional weight of size [6, 4, 3, 3] instead"),
-    ("conv2d", (X, zeros()), {}, "Expected 4-dimensional weight for conv2d, of shape (K, C/groups, R, S), but got 0-dimensional weight"),
     # channels
     ("conv2d", (X, W[:, :3]), {}, "Given groups=1, weight of size [6, 3, 3, 3], expected input[2, 4, 8, 9] to have 3 channels, but got 4 channels instead"),
     ("conv2d", (X, W), {"groups": 2}, "Given groups=2, weight of size [6, 4, 3, 3], expected input[2, 4, 8, 9] to have 8 channels, but got 4 channels"),
-    ("conv1d", (X[0], W[0]), {}, "Given groups=1, weight of size [4, 3, 3], expected input[4, 8, 9] to have 3 channels, but got 8 channels instead"),
-    ("conv2d", (X[:, :0], W), {}, "expected input[2, 0, 8, 9] to have 4 channels, but got 0 channels instead"),
     ("conv_transpose2d", (X, W), {}, "Given transposed=1, weight of size [6, 4, 3, 3], expected input[2, 4, 8, 9] to have 6 channels, but got 4 channels"),
     # groups
     ("conv2d", (X, W[:3, :2]), {"groups": 2}, "Given groups=2, expected weight to be divisible by 2 at dimension 0, but got weight of size [[3, 2, 3, 3]]"),
     ("conv2d", (X, W[:3, :1]), {"groups": 4}, "Given groups=4, expected weight to be at least 4 at dimension 0, but got weight of size [3, 1, 3, 3] instead"),
     ("conv2d", (X, W[:0]), {}, "Given groups=1, expected weight to be at least 1 at dimension 0, but got weight of size [0, 4, 3, 3] instead"),
     ("conv2d", (X, W), {"groups": 0}, "non-positive groups is not supported"),
-    ("conv2d", (X, W), {"groups": -1}, "non-positive groups is not supported"),
     ("conv_transpose2d", (X, W[:4]), {"groups": 3}, "Given groups=3, expected weight to be divisible by 3 at dimension 0"),
-    ("conv_transpose2d", (X, W[:4]), {"groups": 5}, "Given groups=5, expected weight to be at least 5 at dimension 0"),
     # bias
     ("conv2d", (X, W, B[:3]), {}, "Given weight of size [6, 4, 3, 3], expected bias to be 1-dimensional with 6 elements, but got bias of size [3] instead"),
     ("conv2d", (X, W, B[:, None]), {}, "expected bias to be 1-dimensional with 6 elements, but got bias of size [6, 1] instead"),
-    ("conv2d", (X, W, B[0:0]), {}, "expected bias to be 1-dimensional with 6 elements, but got bias of size [0] instead"),
-    ("conv_transpose2d", (X, W[:4], B), {}, "expected bias to be 1-dimensional with 4 elements, but got bias of size [6] instead"),
     ("conv_transpose2d", (X, W[:4, :3], B[:3]), {"groups": 2}, "expected bias to be 1-dimensional with 6 elements, but got bias of size [3] instead"),
     # values
-    ("conv2d", (X, W), {"stride": 0}, "non-positive stride is not supported"),
     ("conv2d", (X, W), {"stride": (1, -1)}, "non-positive stride is not supported"),
-    ("conv2d", (X, W), {"padding": -1}, "negative padding is not supported"),
     ("conv2d", (X, W), {"padding": (0, -2)}, "negative padding is not supported"),
-    ("conv2d", (X, W), {"dilation": 0}, "dilation should be greater than zero, but got [0, 0]"),
     ("conv2d", (X, W), {"dilation": (1, -1)}, "dilation should be greater than zero, but got [1, -1]"),
-    ("conv_transpose2d", (X, W[:4]), {"stride": 0}, "non-positive stride is not supported"),
-    ("conv_transpose2d", (X, W[:4]), {"dilation": 0}, "dilation should be greater than zero"),
     ("conv_transpose2d", (X, W[:4]), {"padding": -1}, "negative padding is not supported"),
     ("conv_transpose2d", (X, W[:4]), {"output_padding": -1}, "negative output_padding is not supported"),
-    ("conv_transpose2d", (X, W[:4]), {"output_padding": 1}, "output padding must be smaller than either stride or dilation, but got output_padding"),
     ("conv_transpose2d", (X, W[:4]), {"output_padding": (0, 3), "stride": 3, "dilation": 2}, "output padding must be smaller than either stride or"),
     # lengths
     ("conv2d", (X, W), {"stride": (1, 1, 1)}, "expected stride to be a single integer value or a list of 2 values to match the convolution dimensions, "
      "but got stride=[1, 1, 1]"),
-    ("conv2d", (X, W), {"stride": ()}, "expected stride to be a single integer value or a list of 2 values"),
     ("conv2d", (X, W), {"padding": [0, 0, 0]}, "expected padding to be a single integer value or a list of 2 values to match the convolution dimensions"),
-    ("conv2d", (X, W), {"dilation": (1, 2, 1)}, "expected dilation to be a single integer value or a list of 2 values to match the convolution"),
     ("conv1d", (X[0], zeros(2, 8, 3)), {"stride": (1, 1)}, "expected stride to be a single integer value or a list of 1 values"),
-    ("conv3d", (X, zeros(3, 2, 1, 1, 1)), {"stride": (1, 1)}, "expected stride to be a single integer value or a list of 3 values"),
     ("conv_transpose2d", (X, W[:4]), {"output_padding": (0, 0, 0)}, "expected output_padding to be a single integer value or a list of 2 values"),
     # sizes
     ("conv2d", (X[:, :, :2, :2], W), {}, "Calculated padded input size per channel: (2 x 2). Kernel size: (3 x 3). Kernel size can't be greater than actual"),
@@ -111,31 +93,23 @@ SIZES = [
     ("conv_transpose2d", (X[:, :, :1, :1], W[:4, :, :2]), {"padding": 1}, "Output size is too small"),
     # padding words
     ("conv2d", (X, W), {"padding": "same", "stride": 2}, "padding='same' is not supported for strided convolutions"),
-    ("conv2d", (X, W), {"padding": "same", "stride": (1, 2)}, "padding='same' is not supported for strided convolutions"),
     ("conv2d", (X, W), {"padding": "foo"}, "Invalid padding string: 'foo'"),
-    ("conv2d", (X, W), {"padding": ""}, "Invalid padding string: ''"),
 ]  # fmt: skip
-_size_ids = [f"{f}-{i}" for i, (f, *_) in enumerate(SIZES)]
+#: Where torch's own words change with the kernel it picks, or are about something else, or it lets them pass.
+OURS = (
+    "Only zero", "(11). Kernel", "Output size is too small", "expected dilation", "expected output_padding", "dilation should",
+    "kernel size should", "without channels", "-dimensional weight for"
+)  # fmt: skip
 
 
-@pytest.mark.parametrize(("function", "arrays", "options", "text"), SIZES, ids=_size_ids)
+@pytest.mark.parametrize(("function", "arrays", "options", "text"), SIZES, ids=[f"{f}-{i}" for i, (f, *_) in enumerate(SIZES)])
 def test_sizes_and_values_that_do_not_fit(refuses, function, arrays, options, text):
+    """Torch refuses them in the same words."""
     refuses(ConvArgumentError, re.escape(text), function, *arrays, **options)
-
-
-@pytest.mark.parametrize(("function", "arrays", "options", "text"), SIZES, ids=_size_ids)
-def test_torch_refuses_them_in_the_same_words(function, arrays, options, text):
-    """For those below torch's own words change with the kernel it picks, or are about something else, and some it lets pass."""
-    ours = (
-        "Only zero", "(11). Kernel", "Output size is too small", "expected dilation", "expected output_padding", "dilation should",
-        "kernel size should", "without channels", "-dimensional weight for"
-    )
-    if any(part in text for part in ours):
-        pytest.skip("torch has no words of its own for this")
-    tensors = [torch.from_numpy(a.copy()) for a in arrays]
-    with pytest.raises(RuntimeError) as raised:
-        getattr(torch.nn.functional, function)(*tensors, **options)
-    assert text[:60] in " ".join(str(raised.value).split())
+    if not any(part in text for part in OURS):
+        with pytest.raises(RuntimeError) as raised:
+            getattr(torch.nn.functional, function)(*(torch.from_numpy(a.copy()) for a in arrays), **options)
+        assert text[:60] in " ".join(str(raised.value).split())
 
 
 PAIRS = [((1, 1), (1, 1), (1, 1)), ((1, 1),), ((1, 1), 1), (1, (1, 1)), ((1, 1), (1,)), ((1, 1), (1, 1, 1)), ((1, 1), ()), ((1, 1), "ab")]
@@ -151,9 +125,8 @@ def test_pairs_of_the_wrong_form(refuses, function, padding):
 # ---- types: a TypeError that names argument and value
 
 NOT_INTEGERS = [
-    1.0, 1.5, NAN, float("inf"), True, False, "1", b"1", None, {}, {1: 1}, {1}, 1j, decimal.Decimal(1), object(), np.float32(1), np.True_,
-    np.array([1, 1]), np.array([1.0, 1.0]), range, (1.0, 1), (1, NAN), (True, 1), [1, None], ("1", "1"), (np.float64(1), 1), (1, [1]),
-    (np.True_, 1),
+    1.0, NAN, True, False, "1", b"1", None, {1: 1}, 1j, decimal.Decimal(1), object(), np.float32(1), np.True_, np.array([1, 1]), range, (1.0, 1),
+    (True, 1), [1, None], ("1", "1"), (np.float64(1), 1), (1, [1]), (np.True_, 1),
 ]  # fmt: skip
 
 
@@ -167,14 +140,11 @@ def test_what_is_no_integer_is_refused_even_after_its_equal_was_accepted(refuses
     function = "conv_transpose2d" if name == "output_padding" else "conv2d"
     arrays = (zeros(1, 2, 4, 4), zeros(2, 2, 1, 1))
     good = 0 if name in ("padding", "output_padding") or value is False else 1
-    if good or name != "stride":  # fill every cache with the equal integers: True == 1.0 == 1 are one dict key
-        options = {"stride": 2, "dilation": 2} if name == "output_padding" else {}
-        for accepted in (1, 0, (1, 1)):
-            try:
-                getattr(pc, function)(*arrays, **{**options, name: accepted}, device=device)
-            except (ConvArgumentError, TypeError):  # groups=(1, 1), stride=0
-                pass
     options = {"stride": 2, "dilation": 2} if name == "output_padding" else {}
+    if good or name != "stride":  # fill every cache with the equal integers: True == 1.0 == 1 are one dict key
+        for accepted in (1, 0, (1, 1)):
+            with contextlib.suppress(ConvArgumentError, TypeError):  # groups=(1, 1), stride=0
+                getattr(pc, function)(*arrays, **{**options, name: accepted}, device=device)
     text = refuses((TypeError, ConvArgumentError), name, function, *arrays, **options, **{name: value})
     assert "integer" in text or "single integer value" in text or "pairs" in text
 
@@ -281,13 +251,9 @@ def _read_only():
 
 BAD_OUT = [
     (zeros(2, 6, 6, 6), r"out must have shape \[2, 6, 6, 7\], but got out of shape \[2, 6, 6, 6\]"),
-    (zeros(1, *SHAPE), r"out must have shape \[2, 6, 6, 7\]"),
-    (zeros(504), r"out must have shape \[2, 6, 6, 7\]"),
     (zeros(*SHAPE, dtype="float64"), "out must have dtype float32, the input's, but got float64"),
-    (zeros(*SHAPE, dtype="complex64"), "out must have dtype float32, the input's, but got complex64"),
     (zeros(*SHAPE).astype(">f4"), "(?i)byte order|endian|native"),
     (np.asfortranarray(zeros(*SHAPE)), "out must be C-contiguous, but its strides are"),
-    (zeros(2, 6, 6, 14)[..., ::2], "out must be C-contiguous, but its strides are"),
     (zeros(*SHAPE)[::-1], "out must be C-contiguous, but its strides are"),
     (np.lib.stride_tricks.as_strided(zeros(7), SHAPE, (0, 0, 0, 4)), "out must be C-contiguous, but its strides are"),
     (_read_only(), "out is read-only"),
@@ -519,15 +485,12 @@ def test_sizes_that_an_array_may_have_are_taken():
 SQUARE = (4, 4, 3, 3)
 PROBLEMS = [
     ((4, (1, 1, 5, 5, 5, 5), (1, 1, 3, 3, 3, 3)), {}, ConvArgumentError, "ndim, the number of spatial axes, must be 1, 2 or 3, but got ndim=4"),
-    ((0, (1, 1), (1, 1)), {}, ConvArgumentError, "must be 1, 2 or 3"),
     ((2.0, X.shape, SQUARE), {}, TypeError, "ndim must be an integer, got 2.0"),
-    (("2", X.shape, SQUARE), {}, TypeError, "ndim must be an integer, got '2'"),
     ((2, (1.0, 4, 5.5, 5), SQUARE), {}, TypeError, "each size in input_shape must be an integer, got 1.0"),
     ((2, X.shape, (4, 4, 3, 3.0)), {}, TypeError, "each size in weight_shape must be an integer, got 3.0"),
     ((2, X.shape, SQUARE, (6.0,)), {}, TypeError, "each size in bias_shape must be an integer, got 6.0"),
     ((2, X.shape, SQUARE, 6), {}, TypeError, "bias_shape must be a shape, a tuple of integers, got 6"),
     ((2, 5, SQUARE), {}, TypeError, "input_shape must be a shape"),
-    ((2, "abcd", SQUARE), {}, TypeError, "input_shape must be a shape"),
     ((2, X, SQUARE), {}, TypeError, "each size in input_shape must be an integer, got an array of shape"),
     ((2, (-1, 4, 5, 5), SQUARE), {}, ConvArgumentError, "input_shape must not hold negative sizes, but got [-1, 4, 5, 5]"),
     ((2, X.shape, (4, 4, -3, 3)), {}, ConvArgumentError, "weight_shape must not hold negative sizes"),
@@ -600,14 +563,12 @@ def test_more_than_two_to_the_31_pixels_in_a_channel_are_refused():
 
 PLAN_CALLS = [
     ((X[:1], W, B), {}, ConvArgumentError, r"this plan takes input of shape \(2, 4, 8, 9\), but got \(1, 4, 8, 9\)"),
-    ((X, W[:2], B), {}, ConvArgumentError, "this plan takes weight of shape"),
     ((X, W), {}, ConvArgumentError, r"this plan takes bias of shape \(6,\), but got None"),
     ((X, W, B[:2]), {}, ConvArgumentError, "this plan takes bias of shape"),
     ((X.astype("f8"), W.astype("f8"), B.astype("f8")), {}, ConvArgumentError, "this plan takes float32 arrays, but input is float64"),
     ((X, W.astype("f8"), B), {}, ConvArgumentError, "should be the same"),
     ((X, W.tolist(), B), {}, TypeError, "weight must be a numpy.ndarray"),
     ((X, W, B), {"out": zeros(2, 6, 6, 6)}, ConvArgumentError, "out must have shape"),
-    ((X, W, B), {"out": zeros(504)}, ConvArgumentError, "out must have shape"),
     ((X, W, B), {"stream": "x"}, TypeError, "stream must be"),
 ]
 

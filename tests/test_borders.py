@@ -31,8 +31,36 @@ def padded(x: np.ndarray, pads, modes, value: float = 0.0) -> np.ndarray:
     return x
 
 
-class Drawn:
-    """A convolution with any border on each side of each axis, some wider than the image."""
+def enlarged(x: np.ndarray, times) -> np.ndarray:
+    """`x` with each number so many times along its last axes."""
+    for axis, n in enumerate(times, x.ndim - len(times)):
+        x = x.repeat(n, axis)
+    return x
+
+
+class Border:
+    """A convolution with a border on each side of each axis, of an image that may be upsampled before."""
+
+    times = ()
+
+    def __init__(self, pads, modes, value: float = 0.0, **options) -> None:
+        self.ndim, self.pads, self.modes, self.value, self.options = len(pads), pads, modes, value, options
+
+    def by_torch(self, x: np.ndarray, w: np.ndarray, dy: np.ndarray | None = None):
+        """The result in float64; with its gradient `dy`, those by x and w."""
+        x, w, dy = (None if a is None else torch.from_numpy(a.astype(np.float64)) for a in (x, w, dy))
+        n = x[0, 0].numel()
+        image = enlarged(np.arange(n).reshape(x.shape[2:]) + 1.0, self.times)
+        places = torch.from_numpy(padded(image, self.pads, self.modes, -1.0)).long()
+        x, w = x.requires_grad_(), w.requires_grad_()
+        flat = torch.cat([x.flatten(2), torch.full((*x.shape[:2], 1), self.value, dtype=x.dtype), x.new_zeros(*x.shape[:2], 1)], 2)
+        at = torch.where(places > 0, places - 1, torch.where(places == -1, n, n + 1))
+        y = getattr(torch.nn.functional, f"conv{self.ndim}d")(flat[:, :, at.flatten()].unflatten(2, at.shape), w, **self.options)
+        return y.detach().numpy() if dy is None else [g.numpy() for g in torch.autograd.grad(y, (x, w), dy)]
+
+
+class Drawn(Border):
+    """With any border, some wider than the image."""
 
     def __init__(self, seed: int) -> None:
         rng = self.rng = np.random.default_rng(seed)
@@ -57,16 +85,6 @@ class Drawn:
     def numbers(self, shape) -> np.ndarray:
         """Whole numbers, whose sums are exact."""
         return self.rng.integers(-4, 5, shape).astype(np.float64)
-
-    def by_torch(self, x: np.ndarray, w: np.ndarray, dy: np.ndarray | None = None):
-        """The result in float64; with its gradient `dy`, those by x and w."""
-        places = torch.from_numpy(padded(np.arange(x[0, 0].size).reshape(x.shape[2:]) + 1.0, self.pads, self.modes, -1.0)).long()
-        x, w = (torch.from_numpy(a).requires_grad_() for a in (x, w))
-        flat = torch.cat([x.flatten(2), torch.full((*x.shape[:2], 1), self.value, dtype=x.dtype), x.new_zeros(*x.shape[:2], 1)], 2)
-        n = x[0, 0].numel()
-        at = torch.where(places > 0, places - 1, torch.where(places == -1, n, n + 1))
-        y = getattr(torch.nn.functional, f"conv{self.ndim}d")(flat[:, :, at.flatten()].unflatten(2, at.shape), w, **self.options)
-        return y.detach().numpy() if dy is None else [g.numpy() for g in torch.autograd.grad(y, (x, w), torch.from_numpy(dy))]
 
 
 # ---- the formula
@@ -132,7 +150,7 @@ def test_drawn_borders(device, seed):
     y = np.full(expected.shape, np.nan, dtype)
     assert drawn.function()(x, w, out=y, device=device, **drawn.options, **drawn.border) is y
     np.testing.assert_array_equal(y.astype(np.float64), expected)
-    by_x, by_w = drawn.by_torch(*(a.astype(np.float64) for a in (x, w, dy)))
+    by_x, by_w = drawn.by_torch(x, w, dy)
     dx = drawn.function("_input")(x.shape, w, dy, out=np.full(x.shape, np.nan, dtype), device=device, **drawn.options, **drawn.border)
     np.testing.assert_array_equal(dx.astype(np.float64), by_x)
     dw = drawn.function("_weight")(x, w.shape, dy, out=np.full(w.shape, np.nan, dtype), device=device, **drawn.options, **drawn.border)
@@ -423,9 +441,8 @@ def test_rims_of_a_gradient_by_the_filter(device, seed):
         config = engines.Rims(str(inner))
         if problem.border is not None and inner is not None and engines.refusal(problem, config, get_device(device)) is None:
             break
-    x, dy, drawn = rng.integers(-2, 3, x_shape).astype(dtype), rng.integers(-2, 3, y_shape).astype(dtype), Drawn(0)
-    drawn.ndim, drawn.pads, drawn.modes, drawn.value, drawn.options = 2, pads, modes, 0.0, options
-    _, expected = drawn.by_torch(x.astype(np.float64), np.zeros(w_shape), dy.astype(np.float64))
+    x, dy = (rng.integers(-2, 3, shape).astype(dtype) for shape in (x_shape, y_shape))
+    _, expected = Border(pads, modes, **options).by_torch(x, np.zeros(w_shape), dy)
     np.testing.assert_array_equal(Plan(problem, device, config=config)(x, dy).astype(np.float64), expected)
 
 
@@ -453,16 +470,14 @@ def test_rims_of_a_convolution_among_zeros(device, seed):
         if config:
             break
     x, w, dy, residual = (rng.integers(-2, 3, shape).astype(dtype) for shape in (x_shape, w_shape, y_shape, y_shape))
-    bias, drawn, plan = rng.integers(-3, 4, w_shape[0]).astype(dtype), Drawn(0), Plan(problem, device, config=config)
-    drawn.ndim, drawn.pads, drawn.modes, drawn.value, drawn.options = ndim, pads, modes, 0.0, options
+    bias, border, plan = rng.integers(-3, 4, w_shape[0]).astype(dtype), Border(pads, modes, **options), Plan(problem, device, config=config)
     assert "rims" in plan.explain() and not (plan.redoes and not forward)
-    exact = [one.astype(np.float64) for one in (x, w, dy, residual, bias)]
     if not forward:
-        np.testing.assert_array_equal(plan(dy, w).astype(np.float64), drawn.by_torch(exact[0], exact[1], exact[2])[0])
+        np.testing.assert_array_equal(plan(dy, w).astype(np.float64), border.by_torch(x, w, dy)[0])
         return
-    expected = drawn.by_torch(exact[0], exact[1])
+    expected = border.by_torch(x, w)
     if finish:
-        expected = np.maximum(expected + exact[4].reshape(-1, *(1,) * ndim) + exact[3], 0)
+        expected = np.maximum(expected + bias.reshape(-1, *(1,) * ndim) + residual, 0)
     np.testing.assert_array_equal(plan(x, w, *((bias,) if finish else ()), residual=residual if finish else None).astype(np.float64), expected)
 
 
@@ -489,9 +504,7 @@ def test_tiles_of_depthwise_gradients_add_what_the_border_shows(device, seed):
         if problem.border is not None and engines.refusal(problem, tile, get_device(device)) is None:
             break
     w, dy, residual = (rng.integers(-2, 3, shape).astype(dtype) for shape in (w_shape, y_shape, x_shape))
-    drawn, options = Drawn(0), {"stride": stride, "dilation": dilation, "groups": c}
-    drawn.ndim, drawn.pads, drawn.modes, drawn.value, drawn.options = ndim, pads, modes, 0.0, options
-    expected, _ = drawn.by_torch(np.zeros(x_shape), w.astype(np.float64), dy.astype(np.float64))
+    expected, _ = Border(pads, modes, stride=stride, dilation=dilation, groups=c).by_torch(np.zeros(x_shape), w, dy)
     expected = expected + residual if problem.has_residual else expected
     plan = Plan(problem, device, config=tile)
     np.testing.assert_array_equal(plan(dy, w, residual=residual if problem.has_residual else None).astype(np.float64), expected)
@@ -514,11 +527,8 @@ def test_gradients_of_depthwise_layers_add_the_border(device, seed):
     y_shape = ConvProblem.forward(ndim, x_shape, w_shape, **options, **given).result_shape
     problem = ConvProblem.gradient("input", ndim, x_shape, w_shape, y_shape, dtype=dtype, layout=layout, **options, **given)
     w, dy = rng.integers(-3, 4, w_shape).astype(dtype), rng.integers(-1, 2, y_shape).astype(dtype)
-    drawn = Drawn(0)
-    drawn.ndim, drawn.pads, drawn.modes, drawn.value, drawn.options = ndim, pads, modes, given["padding_value"], options
-    expected, _ = drawn.by_torch(np.zeros(x_shape), w.astype(np.float64), dy.astype(np.float64))
-    forms = (None, "fold", "rims") if problem.border is not None else (None,)
-    for form in forms:
+    expected, _ = Border(pads, modes, given["padding_value"], **options).by_torch(np.zeros(x_shape), w, dy)
+    for form in (None, "fold", "rims") if problem.border is not None else (None,):
         config = form and bordered(problem, form == "rims", device)
         plan = Plan(problem, device, config=config)
         assert config is None or form in plan.explain()
@@ -534,7 +544,5 @@ def test_gradients_of_16_bits_are_rounded_once(device, layout, groups):
     problem = ConvProblem.gradient("input", 2, shape, w_shape, shape, dtype="float16", layout=layout, **given)
     w, dy = (rng.standard_normal(size).astype("float16") for size in (w_shape, shape))
     got = Plan(problem, device, config=bordered(problem, True, device))(dy, w).astype(np.float64)
-    drawn = Drawn(0)
-    drawn.ndim, drawn.pads, drawn.modes, drawn.value, drawn.options = 2, ((1, 1),) * 2, (("reflect",) * 2,) * 2, 0.0, {"groups": groups}
-    exact, _ = drawn.by_torch(np.zeros(shape), w.astype(np.float64), dy.astype(np.float64))
+    exact, _ = Border(((1, 1),) * 2, (("reflect",) * 2,) * 2, groups=groups).by_torch(np.zeros(shape), w, dy)
     assert (abs(got - exact) <= 2.0**-11 * abs(exact) + 2e-6 * abs(exact).max()).all()

@@ -57,30 +57,14 @@ def test_other_numbers_of_axes(ndim, how):
     assert not pads()
 
 
-def around(sides, **more):
-    def call(layer, x):
-        return layer[2](layer[1](F.conv2d(F.pad(x, sides, **more), layer[0].weight, padding=more.pop("own", 0))))
-
-    return call
+def behind(pad, own=0):
+    """A block behind steps that pad, with zeros of its own."""
+    return lambda layer, x: layer[2](layer[1](F.conv2d(pad(x), layer[0].weight, padding=own)))
 
 
-def globe(layer, x):
-    """Around the earth it goes on, beyond the poles there is nothing."""
-    x = F.pad(F.pad(x, (1, 1, 0, 0), mode="circular"), (0, 0, 2, 1))
-    return layer[2](layer[1](F.conv2d(x, layer[0].weight)))
-
-
-def globe_s_own_zeros(layer, x):
-    return layer[2](layer[1](F.conv2d(F.pad(x, (1, 1, 0, 0), mode="circular"), layer[0].weight, padding=(1, 0))))
-
-
-def mirrored_and_padded(layer, x):
-    return layer[2](layer[1](F.conv2d(F.pad(x, (1, 1, 1, 1), mode="reflect"), layer[0].weight, padding=1)))
-
-
-def two_numbers(layer, x):
-    """In the corners the order of the steps counts."""
-    return layer[2](layer[1](F.conv2d(F.pad(F.pad(x, (1, 1, 0, 0), value=2.0), (0, 0, 1, 1), value=3.0), layer[0].weight)))
+def earth(x):
+    """Around it goes on."""
+    return F.pad(x, (1, 1, 0, 0), mode="circular")
 
 
 def written_before_the_end(layer, x):
@@ -90,18 +74,16 @@ def written_before_the_end(layer, x):
     return layer[2](layer[1](y)) + x
 
 
-def alone(layer, x):
-    return F.conv2d(F.pad(x, (2, 1, 0, 3), mode="reflect"), layer[0].weight)
-
-
 #: For each: its forward, the chain's length, steps that pad, and in training.
 FORWARDS = {
-    "filled": (around((1, 1, 0, 2), value=1.5), 4, 0, 1), "mirrored": (around((1, 1, 0, 2), mode="reflect"), 4, 0, 1),
-    "globe": (globe, 5, 0, 1), "globe's own zeros": (globe_s_own_zeros, 4, 0, 1),
-    "twice": (lambda layer, x: layer[2](layer[1](F.conv2d(F.pad(F.pad(x, (1, 1, 1, 1)), (1, 0, 2, 1)), layer[0].weight))), 5, 0, 0),
-    "mirrored and padded": (mirrored_and_padded, 3, 1, 1), "two numbers": (two_numbers, 4, 1, 2),
+    "filled": (behind(lambda x: F.pad(x, (1, 1, 0, 2), value=1.5)), 4, 0, 1), "mirrored": (behind(lambda x: F.pad(x, (1, 1, 0, 2), mode="reflect")), 4, 0, 1),
+    "globe": (behind(lambda x: F.pad(earth(x), (0, 0, 2, 1))), 5, 0, 1), "globe's own zeros": (behind(earth, (1, 0)), 4, 0, 1),
+    "twice": (behind(lambda x: F.pad(F.pad(x, (1, 1, 1, 1)), (1, 0, 2, 1))), 5, 0, 0),
+    "mirrored and padded": (behind(lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect"), 1), 3, 1, 1),
+    # in the corners the order of the steps counts
+    "two numbers": (behind(lambda x: F.pad(F.pad(x, (1, 1, 0, 0), value=2.0), (0, 0, 1, 1), value=3.0)), 4, 1, 2),
     "with residual": (lambda layer, x: F.silu(layer[1](F.conv2d(F.pad(x, (1, 1, 1, 1), mode="replicate"), layer[0].weight)) + x), 5, 0, 1),
-    "written before the end": (written_before_the_end, 3, 1, None), "alone": (alone, 2, 0, 0),
+    "written before the end": (written_before_the_end, 3, 1, None), "alone": (lambda layer, x: F.conv2d(F.pad(x, (2, 1, 0, 3), mode="reflect"), layer[0].weight), 2, 0, 0),
 }  # fmt: skip
 
 
@@ -141,16 +123,15 @@ def test_options_as_a_list(ndim):
     assert plain.settings.padding_mode == "zeros" and plain.settings.padding_value == 0
 
 
-@pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("channels", [4, 32])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("last", [False, True])
-def test_a_layer_in_evaluation(dtype, last, channels, place):
+def test_a_layer_in_evaluation(dtype, last, channels, where):
     """Three calls each, the last of which the launcher in C repeats."""
-    x = images(2, channels, 9, 7, channels_last=last, dtype=dtype, where=place)
-    w = torch.randn(6, channels, 3, 3, dtype=dtype, device=place) / channels**0.5
-    gamma, beta, mean, var = (torch.rand(6, device=place) + 0.5 for _ in range(4))
-    residual = torch.randn(2, 6, 9, 7, dtype=dtype, device=place)
+    x = images(2, channels, 9, 7, channels_last=last, dtype=dtype, where=where)
+    w = torch.randn(6, channels, 3, 3, dtype=dtype, device=where) / channels**0.5
+    gamma, beta, mean, var = (torch.rand(6, device=where) + 0.5 for _ in range(4))
+    residual = torch.randn(2, 6, 9, 7, dtype=dtype, device=where)
     for mode, value in (("reflect", 0.0), ("constant", 2.0), ((("circular", "zeros"), "replicate"), 0.0)):
         more = {"padding": 1, "padding_mode": mode, "padding_value": value}
         found = [evaluate(x, w, None, gamma, beta, mean, var, 1e-3, residual, "relu", **more) for _ in range(3)]

@@ -1,6 +1,7 @@
 """Converted models, in evaluation and in training, beside their originals."""
 
 import copy
+import io
 import math
 import pickle
 import warnings
@@ -53,8 +54,9 @@ def ready(model, where="cpu"):
         if isinstance(norm, nn.modules.batchnorm._BatchNorm):
             norm.running_mean.normal_(std=0.3, generator=generator)
             norm.running_var.uniform_(0.5, 2, generator=generator)
-            nn.init.uniform_(norm.weight, 0.5, 1.5, generator=generator)
-            nn.init.normal_(norm.bias, generator=generator)
+            if norm.affine:
+                nn.init.uniform_(norm.weight, 0.5, 1.5, generator=generator)
+                nn.init.normal_(norm.bias, generator=generator)
     return model.double().to(where).eval()
 
 
@@ -160,10 +162,19 @@ def residual():
     )  # fmt: skip
 
 
+def decoder():
+    """A transposed convolution, a border, a norm without parameters, layers that are no convolutions."""
+    return nn.Sequential(
+        nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU6()), nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"),
+        nn.BatchNorm2d(4, affine=False), nn.ReLU(), nn.ConvTranspose2d(4, 2, 2, stride=2), nn.BatchNorm2d(2), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(8, 3)
+    )  # fmt: skip
+
+
 #: Numbers of convolutions, of a compiled graph's chains in evaluation and in training, of layers that keep their own forward; input.
 NETWORKS = {
     "ResNet": (residual, 7, 7, 7, 2, (2, 3, 9, 8)),
-    "video": (video, 2, 2, 2, 0, (2, 2, 4, 5, 6)),
+    "video": (video, 2, 2, 2, 0, (2, 2, 4, 5, 6)), "decoder": (decoder, 3, 3, 2, 0, (2, 3, 6, 6)),
 }
 
 
@@ -172,15 +183,19 @@ def test_networks_are_converted(where, name, calls):
     make, count, evaluated, trained, own, shape = NETWORKS[name]
     theirs = ready(make(), where)
     ours = copy.deepcopy(theirs)
-    assert pn.convert(ours) is ours
+    parameters = [id(p) for p in ours.parameters()]
+    assert pn.convert(ours) is ours and [id(p) for p in ours.parameters()] == parameters
     done = pn.report(ours)
     assert len(done.converted) == count and not done.notes and not done.graphs, str(done)
     assert sum(one.by_its_own_forward for one in done.converted) == own
     x = numbers(*shape, where=where)
     assert list(ours.state_dict()) == list(theirs.state_dict()) and repr(ours).replace(", by pycuda_conv", "") == repr(theirs)
-    for model in (ours, copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+    file = io.BytesIO()
+    torch.save(ours, file)
+    file.seek(0)
+    for model in (ours, copy.deepcopy(ours), pickle.loads(pickle.dumps(ours)), torch.load(file, weights_only=False)):
         calls.clear()
-        with torch.no_grad():
+        with torch.inference_mode():
             close(model(x), theirs(x))
         assert calls.count("routed") == own and len(calls) == count
     same(ours, theirs, x)

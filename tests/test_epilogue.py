@@ -29,11 +29,11 @@ from reference import (
     tensor,
 )
 from test_arguments import refuses  # noqa: F401  (a fixture)
+from test_functions import FUNCTIONS, NAMES, Recorder, small
 
 import pycuda_conv as pc
 from pycuda_conv import ConvArgumentError, ConvProblem, Plan, engines, tune
 from pycuda_conv.engines.direct.direct import Batched, Dgrad, Single, Tile
-from pycuda_conv.engines.direct.gemm import Gemm
 from pycuda_conv.engines.hopper.gemm import ImplicitGemm
 from pycuda_conv.engines.hopper.pointwise import Pointwise
 from pycuda_conv.engines.mma.gemm import ImplicitGemm80
@@ -100,27 +100,6 @@ def check(plan: Plan, case: Case, parts: str, launch) -> None:
 
 # ---- some of the parts; tests/cases have them all
 
-@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
-@pytest.mark.parametrize("split", [1, 3])
-@pytest.mark.parametrize("case", [GENERAL, MANY_PHASES[0]], ids=str)
-def test_channels_last(device, case, layout, split):
-    """Of the plain kernels the matrix product alone reads and writes them."""
-    problem = replace(finishing(case.problem(), "all"), layout=layout)
-    plan = Plan(problem, device, config=Gemm(64, 64, 8, 4, 4, 1, SPLIT_K=split))
-    x, w, b, s, r = arrays(case, "float32", "all", integers=True)
-    ref = expected(case, "all", x, w, b, s, r)
-    tensors = [tensor(a) for a in (x, w, b, s, r)]
-    out = torch.full(problem.result_shape, float("nan"))
-    if layout == "NHWC":
-        tensors[0], out = channels_last(tensors[0]), channels_last(out)
-    if device != "opencl":
-        tensors, out = [t.cuda() for t in tensors], out.cuda()
-    for residual in (tensors[4], channels_last(tensors[4])):
-        out.fill_(float("nan"))
-        assert plan(*tensors[:3], scale=tensors[3], residual=residual, out=out) is out
-        assert_exact(out.cpu().numpy(), ref, plan)
-
-
 def test_64_bit_offsets(device, monkeypatch):
     from pycuda_conv.engines.direct import direct
     from pycuda_conv.engines.direct import gemm as direct_gemm
@@ -156,18 +135,8 @@ def dtype_one(dtype: str, value: float):
 
 # ---- the public functions
 
-FUNCTIONS = [(t, n) for t in (False, True) for n in (1, 2, 3)]
-
-
-def small(transposed: bool, ndim: int, **options) -> Case:
-    size, filter_size = (5, 7, 6)[-ndim:], (2, 3, 2)[-ndim:]
-    groups = options.get("groups", 1)
-    weight = (4, 6 // groups) if transposed else (6, 4 // groups)
-    return Case(transposed, (2, 4, *size), (*weight, *filter_size), options)
-
-
 def function(case: Case):
-    return getattr(pc, f"conv{'_transpose' if case.transposed else ''}{case.ndim}d")
+    return getattr(pc, NAMES[case.transposed, case.ndim])
 
 
 @pytest.mark.pairs
@@ -255,18 +224,14 @@ WORDS = (
 )
 WRONG = [
     (ConvArgumentError, r"expected scale to be 1-dimensional with 6 elements, but got scale of size \[4\] instead", {"scale": S[:4]}),
-    (ConvArgumentError, r"expected scale to be 1-dimensional with 6 elements, but got scale of size \[6, 1\] instead", {"scale": S[:, None]}),
-    (ConvArgumentError, r"expected scale to be 1-dimensional with 6 elements, but got scale of size \[\] instead", {"scale": np.array(1, "f")}),
     (ConvArgumentError, r"residual must have the result's shape \[2, 6, 6, 7\], but got residual of size \[1, 6, 6, 7\]", {"residual": R[:1]}),
     (ConvArgumentError, r"residual must have the result's shape \[2, 6, 6, 7\], but got residual of size \[6, 6, 7\]", {"residual": R[0]}),
     (ConvArgumentError, "and scale type .* should be the same", {"scale": S.astype("d")}),
     (ConvArgumentError, "and residual type .* should be the same", {"residual": R.astype("e")}),
     (ConvArgumentError, WORDS + ", but got activation='tanh'", {"activation": "tanh"}),
-    (ConvArgumentError, WORDS + ", but got activation='GELU'", {"activation": "GELU"}),
     (ConvArgumentError, WORDS + r", but got activation=\('relu', 0.1\)", {"activation": ("relu", 0.1)}),
     (ConvArgumentError, WORDS + r", but got activation=\('leaky_relu',\)", {"activation": ("leaky_relu",)}),
     (TypeError, WORDS + ", got True", {"activation": True}),
-    (TypeError, WORDS + ", got <", {"activation": np.maximum}),
     (TypeError, r"the slope in activation=\('leaky_relu', slope\) must be a number, got '0.1'", {"activation": ("leaky_relu", "0.1")}),
     (TypeError, r"the slope in activation=\('leaky_relu', slope\) must be a number, got True", {"activation": ("leaky_relu", True)}),
     (ConvArgumentError, r"the slope in activation=\('leaky_relu', slope\) must be finite, but got nan", {"activation": ("leaky_relu", np.nan)}),
@@ -331,8 +296,6 @@ def test_gradients_that_would_be_lost_are_refused(device):
 @pytest.mark.parametrize("redoes", [False, True])
 def test_device_arrays_are_read_where_they_lie_or_copied(monkeypatch, redoes):
     """A residual that is `out` is copied for kernels that may write a part of the result again, and for no others."""
-    from test_functions import Recorder
-
     from pycuda_conv.arrays.tensors import TorchKind
     from pycuda_conv.call import Operands
     from pycuda_conv.execute import device

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import simt
+import test_epilogue as epilogue
 import torch
-from reference import EPS, SUM_EPS, TINY, Case, activated, assert_close, dgrad, fprop
+from reference import Case, assert_close, dgrad, fprop
 from test_repeat import IN_C, warm  # noqa: F401  (a fixture)
 
 from pycuda_conv import Plan, engines, execute
@@ -57,40 +58,25 @@ class Layer:
         self.scale[0] = 1 / 3
         self.scale[1:] /= 1e5
         self.residual = rng.normal(size=problem.result_shape).astype(problem.dtype) if whole else None
-        self.activation = "relu" if whole else None
-        self.problem = replace(
-            problem, has_bias=True, has_scale=True, has_residual=whole, activation=self.activation, float_scale=True,
-        )  # fmt: skip
+        self.problem = replace(epilogue.finishing(problem, "all" if whole else "scale"), has_bias=True, float_scale=True)
         self.case = case
 
     def check(self, got: np.ndarray, what: object) -> None:
-        """Within what an honest sum, scaled and shifted, and some roundings may be off by."""
-        case, dtype, across = self.case, self.problem.dtype, (-1, *(1,) * self.case.ndim)
-        plain, s, t = case.reference(self.x, self.w), self.scale.astype(float).reshape(across), self.bias.astype(float).reshape(across)
-        ref, most = plain * s + t, np.abs(plain * s) + np.abs(t)
-        if self.residual is not None:
-            ref, most = ref + self.residual.astype(float), most + np.abs(self.residual.astype(float))
-        ref = activated(ref, self.activation)
-        sums = case.bound(self.x, self.w, None, plain)
-        if SUM_EPS[dtype] < EPS[dtype]:  # the sum itself was not rounded to 16 bits
-            sums = sums - EPS[dtype] * np.abs(plain)
-        assert_close(got, ref, sums * np.abs(s) + 4 * SUM_EPS[dtype] * most + EPS[dtype] * np.abs(ref) + TINY[dtype], what)
+        given = self.x, self.w, self.bias, self.scale, self.residual
+        ref = epilogue.expected(self.case, "scale" if self.residual is None else "all", *given)
+        assert_close(got, ref, epilogue.allowed(self.case, *given, ref), what)
 
-    def launched(self, config: object, place: str) -> np.ndarray:
+    def launched(self, config: object, where: str) -> np.ndarray:
         """The result by `config` on a device."""
-        plan = Plan(self.problem, place, config=config)
+        plan = Plan(self.problem, where, config=config)
 
         def on(array, order=None):
-            made = None if array is None else torch.from_numpy(array).to(place if place != "opencl" else "cpu")
+            made = None if array is None else torch.from_numpy(array).to(where if where != "opencl" else "cpu")
             return made if made is None else TORCH.as_kernel_input(made, order)
-
-        def launch(buffers, stream):
-            x, w, b, scale, residual, y, scratch = buffers
-            plan.launch((x, w, b, scale, residual, y, scratch), stream)
 
         x, w, residual = on(self.x, plan.order), on(self.w, plan.weight_order), on(self.residual, plan.order)
         y = TORCH.empty(plan.result_shape, x, None, plan.result_order).fill_(float("nan"))
-        execute.launch(TORCH, plan.device, launch, (x, w, on(self.bias), on(self.scale), residual), (y,), plan.workspace_bytes)
+        execute.launch(TORCH, plan.device, plan.launch, (x, w, on(self.bias), on(self.scale), residual), (y,), plan.workspace_bytes)
         return y.cpu().numpy()
 
 
@@ -157,7 +143,7 @@ def test_every_engine_of_gpus_takes_scale_and_bias_of_float32(engine):
 # ---- the norms of a graph
 
 
-def norms_of(place, dtype, count, missing=True, seed=0):
+def norms_of(where, dtype, count, missing=True, seed=0):
     """Vectors of some norms and biases, and what they are as factors and summands in float64."""
     torch.manual_seed(seed)
     wide, vectors, expected = torch.float64 if dtype is torch.float64 else torch.float32, [], []
@@ -165,7 +151,7 @@ def norms_of(place, dtype, count, missing=True, seed=0):
         k = (3, 8, 17, 64, 130, 300)[i % 6]
         gamma, beta, mean, var, bias = torch.randn(k), torch.randn(k), torch.randn(k), torch.rand(k) + 0.01, torch.randn(k)
         of_norm = (wide, dtype)[i // 2 % 2]
-        some = [one.to(place, of_norm) for one in (gamma, beta, mean, var)] + [bias.to(place, dtype)]
+        some = [one.to(where, of_norm) for one in (gamma, beta, mean, var)] + [bias.to(where, dtype)]
         if missing and i % 3 == 1:
             some[0] = some[4] = None
         if missing and i % 4 == 2:
@@ -177,17 +163,13 @@ def norms_of(place, dtype, count, missing=True, seed=0):
     return vectors, [1e-3 * (i + 1) for i in range(count)], expected, wide
 
 
-PLACES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
 @pytest.mark.pairs
-@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("count", [1, 7, 130])
-def test_norms_are_folded(place, dtype, count):
-    if place == "cpu" and count > 7 and dtype is not torch.float16:
+def test_norms_are_folded(where, dtype, count):
+    if where == "cpu" and count > 7 and dtype is not torch.float16:
         count = 7  # a launch for each
-    vectors, eps, expected, wide = norms_of(place, dtype, count)
+    vectors, eps, expected, wide = norms_of(where, dtype, count)
     starts = starts_of([one.shape[0] for one in vectors[2::5]])
     for _ in range(3):
         folded = fold_norms(vectors, eps, dtype is torch.float64)
@@ -220,11 +202,10 @@ def test_wrong_norms():
 
 
 @pytest.mark.pairs
-@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("last", [False, True], ids=["C order", "channels last"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
-def test_layers_with_folded_norms(place, last, dtype):
-    given = [arrays(place, dtype, of_norm, last, transposed) for of_norm, transposed in ((dtype, False), (dtype, True))]
+def test_layers_with_folded_norms(where, last, dtype):
+    given = [arrays(where, dtype, of_norm, last, transposed) for of_norm, transposed in ((dtype, False), (dtype, True))]
     vectors = [one for _, _, bias, *norm in given for one in (*norm, bias)]
     folded, starts = fold_norms(vectors, (1e-3, 1e-2), dtype is torch.float64), starts_of((16, 16))
     operator, fold = torch.ops.pycuda_conv.scaled.default, torch.ops.pycuda_conv.fold_norms.default
@@ -232,7 +213,7 @@ def test_layers_with_folded_norms(place, last, dtype):
     for (x, w, *others), start, eps, transposed in zip(given, starts, (1e-3, 1e-2), (False, True), strict=False):
         how = {"stride": 2, "padding": 1, **({"output_padding": 1} if transposed else {})}
         ref = reference(x, w, *others, eps, None, None, transposed, **how)
-        residual = torch.randn(ref.shape, device=place).to(dtype)
+        residual = torch.randn(ref.shape, device=where).to(dtype)
         residual = residual.contiguous(memory_format=torch.channels_last) if last else residual
         asked = "conv_transpose" if transposed else "conv", 2, 1, 1, 1, "fp32", 1 if transposed else 0, "relu", None, None, 0.0
         spec = spec_of(2, (3, 3), activation="relu", transposed=transposed, **how)
@@ -242,7 +223,7 @@ def test_layers_with_folded_norms(place, last, dtype):
                 close(scaled(asked, start, x, w, folded, more), whole, dtype)
             close(operator(x, w, folded, more, start, spec), whole, dtype)
         assert scaled(asked, start, x, w, folded, residual).stride() == residual.stride()
-    if place == "cpu" and dtype is torch.float32:
+    if where == "cpu" and dtype is torch.float32:
         torch.library.opcheck(fold, (vectors, [1e-3, 1e-2], False))
         torch.library.opcheck(operator, (x, w, folded, residual, start, spec))
 
@@ -286,14 +267,14 @@ def test_layers_with_folded_norms_are_computed_again_by_the_launcher_in_c(warm, 
 # ---- the function
 
 
-def arrays(place: str, dtype, of_norm, last: bool = False, transposed: bool = False):
+def arrays(where: str, dtype, of_norm, last: bool = False, transposed: bool = False):
     torch.manual_seed(0)
     x = torch.randn(2, 8, 9, 7)
     w = torch.randn(8, 16, 3, 3) if transposed else torch.randn(16, 8, 3, 3)
-    x, w, bias = (a.to(place, dtype) for a in (x, w, torch.randn(16)))
+    x, w, bias = (a.to(where, dtype) for a in (x, w, torch.randn(16)))
     if last:
         x, w = (a.contiguous(memory_format=torch.channels_last) for a in (x, w))
-    gamma, beta, mean, var = (a.to(place, of_norm) for a in (torch.randn(16), torch.randn(16), torch.randn(16), torch.rand(16) + 0.1))
+    gamma, beta, mean, var = (a.to(where, of_norm) for a in (torch.randn(16), torch.randn(16), torch.randn(16), torch.rand(16) + 0.1))
     return x, w, bias, gamma, beta, mean, var
 
 
@@ -317,11 +298,10 @@ TYPES = [
 
 
 @pytest.mark.pairs
-@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("last", [False, True], ids=["C order", "channels last"])
 @pytest.mark.parametrize(("dtype", "of_norm"), TYPES, ids=str)
-def test_a_layer(place, last, dtype, of_norm):
-    given = arrays(place, dtype, of_norm, last)
+def test_a_layer(where, last, dtype, of_norm):
+    given = arrays(where, dtype, of_norm, last)
     ref = reference(*given, 1e-3, padding=1)
     assert ref.abs().max() > 1
     for call in range(3):  # on a GPU the second one is repeated by the launcher in C
@@ -335,9 +315,8 @@ def test_a_layer(place, last, dtype, of_norm):
     close(evaluate(*given, 1e-3, residual, "relu", padding=1), reference(*given, 1e-3, residual, padding=1), dtype)
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_all_that_may_be_missing_or_lie_otherwise(place):
-    x, w, bias, gamma, beta, mean, var = arrays(place, torch.float32, torch.float32)
+def test_all_that_may_be_missing_or_lie_otherwise(where):
+    x, w, bias, gamma, beta, mean, var = arrays(where, torch.float32, torch.float32)
     for b in (None, bias):
         for g, t in ((None, None), (gamma, None), (None, beta)):
             close(evaluate(x, w, b, g, t, mean, var, 1e-5), reference(x, w, b, g, t, mean, var, 1e-5, activation=None), torch.float32)
@@ -345,7 +324,7 @@ def test_all_that_may_be_missing_or_lie_otherwise(place):
     close(evaluate(x, w, bias, stride=2), plain, torch.float32)
     apart = torch.stack((gamma, mean), 1)[:, 0], beta.double(), mean, var.half()
     close(evaluate(x, w, None, *apart, 1e-5), reference(x, w, None, *apart, 1e-5, activation=None), torch.float32)
-    turned, wide = x.transpose(2, 3), torch.randn(2, 12, 9, 7, device=place)
+    turned, wide = x.transpose(2, 3), torch.randn(2, 12, 9, 7, device=where)
     for one in (turned, wide[:, 2:10], x[:, :1].expand(-1, 8, -1, -1)):
         close(
             evaluate(one, w, bias, gamma, beta, mean, var, 1e-5), reference(one, w, bias, gamma, beta, mean, var, 1e-5, activation=None),

@@ -6,17 +6,18 @@ import io
 import itertools
 import math
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import simt
 import torch
-from reference import DTYPES, EPS, SUM_EPS, covering, needs_nvcc, nvcc_of
+from reference import ACTIVATIONS, DTYPES, EPS, SUM_EPS, activation_of, covering, needs_nvcc, nvcc_of
 
 import pycuda_conv as pc
 import pycuda_conv.nn as fused_modules
 from pycuda_conv import execute
 from pycuda_conv.arrays import kind_of
-from pycuda_conv.engines.layout import cast as casting
 from pycuda_conv.engines.nn import batch_norm
 from pycuda_conv.engines.nn.batch_norm import Pixels, compiled
 from pycuda_conv.plan import cached_plan
@@ -38,14 +39,6 @@ TORCH_DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "
 TOLERANCE = {"float64": 1e-12, "float32": 64 * EPS["float32"], "float16": 8 * EPS["float16"], "bfloat16": 8 * EPS["bfloat16"]}
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def place(request):
-    """Where torch's tensors lie."""
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("this torch has no CUDA")
-    return request.param
-
-
 # ---- the kernels
 
 # every combination of layout and width of loads; PoCL compiles four kernels for each, the layers below use the same ones
@@ -62,7 +55,7 @@ RUNS += [(shape, "bfloat16") for shape in FOURS]
 class Kernels:
     """The kernels on arrays as they lie in memory, (N, K, plane) or (N, plane, K); results in float64 and that order."""
 
-    device: str
+    device: str  # or "simt": the machine that runs CUDA's text, with the loads that only CUDA has
     pixels: Pixels
 
     @property
@@ -89,9 +82,21 @@ class Kernels:
         return np.full(shape, np.nan, self.sums_dtype)
 
     def run(self, maker, inputs, outs, *options) -> None:
+        if self.device == "simt":
+            return self._simulated(maker(self.pixels, 3, *options), inputs, outs)
         device, kind = get_device(self.device), kind_of("an array", inputs[0])
         launch, workspace = compiled(maker, self.pixels, device, *options)
         execute.launch(kind, device, launch, inputs, outs, workspace)
+
+    @staticmethod
+    def _simulated(made, inputs, outs) -> None:
+        steps, workspace = made
+        given = [None if one is None else np.frombuffer(one.tobytes(), np.uint8) for one in (*inputs, *outs)]
+        memory = SimpleNamespace(buffers=[*given, np.full(workspace, 0xFF, np.uint8)])
+        simt.run([steps], memory, 1)
+        for out, found in zip(outs, memory.buffers[len(inputs) :], strict=False):
+            if out is not None:
+                out[...] = found.view(out.dtype).reshape(out.shape)
 
 
 #: Blocks a channel, and the most elements of one that a block takes as a whole. With few slices threads go around their loops.
@@ -108,11 +113,14 @@ def slices(request, monkeypatch):
     compiled.cache_clear()
 
 
-@pytest.fixture(params=RUNS, ids=["-".join(run) for run in RUNS])
-def kernels(request, device, slices):
-    shape, dtype = request.param
+def pixels_of(shape: str, dtype: str) -> Pixels:
     layout, k, plane = (SHAPES | FOURS)[shape]
-    return Kernels(device, Pixels(dtype, layout, 4100 // k // plane + 3, k, plane))
+    return Pixels(dtype, layout, 4100 // k // plane + 3, k, plane)
+
+
+@pytest.fixture(params=RUNS, ids="-".join)
+def kernels(request, device, slices):
+    return Kernels(device, pixels_of(*request.param))
 
 
 def near(got, ref, tolerance: float, scale=None) -> None:
@@ -172,9 +180,8 @@ def test_a_forward_pass_by_one_launch(kernels, number):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_large_mean_costs_no_digits_of_the_variance(device, slices, shape, dtype):
-    layout, k, plane = SHAPES[shape]
-    kernels = Kernels(device, Pixels(dtype, layout, 4100 // k // plane + 3, k, plane))
-    y = kernels.normals(mean=1e4)
+    kernels = Kernels(device, pixels_of(shape, dtype))
+    y, k = kernels.normals(mean=1e4), kernels.pixels.K
     mean, invstd, running_mean, running_var = (kernels.poisoned(k) for _ in range(4))
     running_mean[:] = running_var[:] = 0
     kernels.run(batch_norm.statistics, (y, None), (mean, invstd, running_mean, running_var, None), 1e-30, 1.0)
@@ -183,35 +190,6 @@ def test_a_large_mean_costs_no_digits_of_the_variance(device, slices, shape, dty
     near(invstd, 1 / wide.std(kernels.axes), tolerance)
     near(running_var, wide.var(kernels.axes, ddof=1), tolerance)
     near(mean, wide.mean(kernels.axes), 8 * SUM_EPS[dtype])
-
-
-#: Activations in float64, and their derivatives.
-ACTIVATED = {
-    None: (lambda v: v, np.ones_like),
-    "relu": (lambda v: np.maximum(v, 0), lambda v: (v > 0) * 1.0),
-    "relu6": (lambda v: np.clip(v, 0, 6), lambda v: (v > 0) & (v < 6)),
-    "leaky_relu": (lambda v: np.where(v > 0, v, 0.01 * v), lambda v: np.where(v > 0, 1, 0.01)),
-    ("leaky_relu", -0.25): (lambda v: np.where(v > 0, v, -0.25 * v), lambda v: np.where(v > 0, 1, -0.25)),
-    "hardswish": (lambda v: v * np.clip(v + 3, 0, 6) / 6, lambda v: np.where(v <= -3, 0, np.where(v >= 3, 1, v / 3 + 0.5))),
-    "silu": (lambda v: v * logistic(v), lambda v: logistic(v) * (1 + v * logistic(-v))),
-    "gelu": (lambda v: v * normal_cdf(v), lambda v: normal_cdf(v) + v * np.exp(-v * v / 2) / math.sqrt(2 * math.pi)),
-    "gelu_tanh": (
-        lambda v: v * logistic(2 * inner(v)),
-        lambda v: logistic(2 * inner(v)) * (1 + v * logistic(-2 * inner(v)) * 2 * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * v**2)),
-    ),
-}  # fmt: skip
-
-
-def logistic(v):
-    return 0.5 * (1 + np.tanh(v / 2))
-
-
-def inner(v):
-    return math.sqrt(2 / math.pi) * (v + 0.044715 * v**3)
-
-
-def normal_cdf(v):
-    return 0.5 * (1 + np.vectorize(math.erf)(v / math.sqrt(2)))
 
 
 #: Values on whose side of a bend rounding may decide, by their distance from it.
@@ -223,7 +201,7 @@ BENDS = {"relu6": (0, 6), "hardswish": (-3, 3)}
 def test_activations_beyond_relu(kernels, turn):
     """Forwards and backwards: the derivative is computed again from y. Values go beyond all bends.
     Each run has two on a GPU, one on PoCL."""
-    pixels, beyond = kernels.pixels, [one for one in ACTIVATED if one not in (None, "relu")]
+    pixels, beyond = kernels.pixels, ACTIVATIONS[1:]
     run = [(pixels.layout, pixels.K, pixels.plane, pixels.dtype) == (*(SHAPES | FOURS)[shape], dtype) for shape, dtype in RUNS].index(True)
     activation = beyond[(run + 3 * turn + 4 * (batch_norm.BLOCKS["NCHW"] == 1)) % len(beyond)]
     y, dout, mean, invstd = kernels.normals(1, mean=1), kernels.normals(2), kernels.of_channel(1), kernels.of_channel(2)
@@ -231,13 +209,14 @@ def test_activations_beyond_relu(kernels, turn):
     xhat = (y.astype(np.float64) - kernels.wide(mean)) * kernels.wide(invstd)
     before = xhat * kernels.wide(gamma) + kernels.wide(beta)
     assert before.min() < -3 and before.max() > 6
-    act, slope = ACTIVATED[activation]
+    given = torch.from_numpy(before).requires_grad_()
+    after = activation_of(activation)(given)
     out = np.full(y.shape, np.nan, y.dtype)
     kernels.run(batch_norm.forward, (y, mean, invstd, gamma, beta, None), (out, None), activation)
-    near(out, act(before), 2 * EPS[kernels.pixels.dtype])
+    near(out, after, 2 * EPS[kernels.pixels.dtype])
     for bend in BENDS.get(activation, (0,)):
         dout[np.abs(before - bend) < 1e-4] = 0
-    g = dout.astype(np.float64) * slope(before)
+    g = torch.autograd.grad(after, given, torch.from_numpy(dout.astype(np.float64)))[0].numpy()
     dbeta, dgamma = g.sum(kernels.axes), (g * xhat).sum(kernels.axes)
     m = kernels.pixels.N * kernels.pixels.plane
     expected = kernels.wide(invstd) * kernels.wide(gamma) * (g - (kernels.wide(dbeta) + xhat * kernels.wide(dgamma)) / m)
@@ -248,7 +227,7 @@ def test_activations_beyond_relu(kernels, turn):
     near(dy, expected, 8 * EPS[kernels.pixels.dtype])
 
 
-@pytest.mark.parametrize("activation", [one for one in ACTIVATED if one is not None], ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
 def test_activations_of_huge_values_have_finite_gradients(device, activation):
     """As torch's have, whose products of 0 and infinity are none: where the derivative is 0, an infinite gradient becomes 0 too."""
     kernels = Kernels(device, Pixels("float32", "NCHW", 3, 1, 16))
@@ -321,6 +300,26 @@ def test_backward(kernels, relu, summed, of_batch, affine):
         assert np.array_equal(masked.astype(np.float64), g)
 
 
+#: Slices, and an array.
+SIMULATED = [
+    ("many slices", Pixels("bfloat16", "NHWC", 3, 16, 35)), ("few slices", Pixels("float16", "NHWC", 2, 520, 9)), ("many slices", Pixels("bfloat16", "NCHW", 3, 5, 24)),
+    ("many slices", Pixels("bfloat16", "NHWC", 2, 12, 30)), ("few slices", Pixels("float32", "NHWC", 2, 8, 30)), ("whole", Pixels("bfloat16", "NCHW", 3, 5, 24)),
+    ("whole", Pixels("bfloat16", "NCHW", 30, 2, 24)),
+]  # fmt: skip
+
+
+@pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
+@pytest.mark.parametrize(("slices", "pixels"), SIMULATED, indirect=["slices"], ids=str)
+def test_the_text_of_cuda_on_the_simulated_machine(slices, pixels):
+    """With the loads that only CUDA has."""
+    kernels, number = Kernels("simt", pixels), [one for _, one in SIMULATED].index(pixels)
+    test_statistics(kernels, (None, 4)[number % 2])
+    test_forward(kernels, True, True, number % 2 == 0)
+    test_backward(kernels, True, number // 2 % 2 == 0, True, True)
+    if pixels.whole:
+        test_a_forward_pass_by_one_launch(kernels, number % 3)
+
+
 def test_nan_and_infinity_stay_what_they_are(device):
     kernels = Kernels(device, Pixels("float32", *("NCHW", 3, 17, 15)))
     y = kernels.normals()
@@ -356,17 +355,11 @@ def test_64_bit_offsets(device, shape, monkeypatch):
     """What arrays of 2^31 elements get, on an array that fits a laptop."""
     monkeypatch.setattr(batch_norm, "_index_64", lambda pixels: True)
     compiled.cache_clear()
-    layout, k, plane = SHAPES[shape]
-    kernels = Kernels(device, Pixels("float32", layout, 40, k, plane))
+    kernels = Kernels(device, pixels_of(shape, "float32"))
     assert batch_norm.forward(kernels.pixels, 2, "relu")[0][0].defines["INDEX_64"] == 1
-    y, mean, invstd = kernels.normals(mean=1), kernels.poisoned(k), kernels.poisoned(k)
-    kernels.run(batch_norm.statistics, (y, None), (mean, invstd, None, None, None), 1e-5, 0.1)
-    near(mean, y.astype(np.float64).mean(kernels.axes), 16 * EPS["float32"])
-    out, dy, sums = np.empty_like(y), np.empty_like(y), kernels.poisoned(2, k)
-    kernels.run(batch_norm.forward, (y, mean, invstd, None, None, None), (out, None), None)
-    near(out, (y - kernels.wide(mean)) * kernels.wide(invstd), 4 * EPS["float32"])
-    kernels.run(batch_norm.backward, (y, y, mean, invstd, None, None, None), (dy, sums, None), None, False)
-    near(dy, y * kernels.wide(invstd), 4 * EPS["float32"])
+    test_statistics(kernels, None)
+    test_forward(kernels, True, True, True)
+    test_backward(kernels, True, True, True, True)
     compiled.cache_clear()
 
 
@@ -392,21 +385,6 @@ def test_nothing_spills():
         ) == kernels and "warning" not in found, f"{launch.defines}: {found}"
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_casts(device, dtype):
-    """Those that convolutions inside of ``torch.autocast`` have beside them."""
-    place, shape = get_device(device), (5, 7, 3, 3)
-    wide = np.random.default_rng(0).standard_normal(shape).astype("f")
-    rounded, back, last = np.zeros(shape, dtype), np.zeros(shape, "f"), np.zeros((5, 3, 3, 7), "f")
-    for launch, given, made in (
-        (casting.narrow(dtype, (wide.size, 0, 1)), wide, rounded), (casting.widen(dtype, (wide.size, 0, 1)), rounded, back),
-        (casting.widen_filter(dtype, shape, 0, 1), rounded, last),
-    ):
-        execute.launch(kind_of("an array", wide), place, place.schedule_launcher([[launch]]), (given,), (made,), 0)
-    assert np.array_equal(rounded, wide.astype(dtype)) and np.array_equal(back, rounded.astype("f"))
-    assert np.array_equal(last, np.moveaxis(back, 1, -1))
-
-
 # ---- the gradient of a bias
 
 
@@ -424,8 +402,8 @@ def test_conv_bias_of_numpy_arrays(device, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_conv_bias_of_torch_tensors(place, dtype):
-    a = torch.randn(7, 8, 6, 5, generator=torch.Generator().manual_seed(0)).to(place, TORCH_DTYPES[dtype])
+def test_conv_bias_of_torch_tensors(where, dtype):
+    a = torch.randn(7, 8, 6, 5, generator=torch.Generator().manual_seed(0)).to(where, TORCH_DTYPES[dtype])
     for one in (a, a.to(memory_format=torch.channels_last), a.expand(2, 7, 8, 6, 5)[1], a.repeat_interleave(2, 3)[..., ::2]):
         got = pc.conv2d_bias(one)
         assert (got.dtype, got.device, got.shape) == (a.dtype, a.device, (8,))
@@ -490,19 +468,19 @@ class Layer:
     last: bool = False
     relu: bool = True
 
-    def pair(self, dtype: str, place: str = "cpu") -> tuple:
+    def pair(self, dtype: str, where: str = "cpu") -> tuple:
         """The layer, and one of torch's modules in float64, of the same parameters and buffers."""
         torch.manual_seed(0)
         fused = CLASSES[self.ndim](*self.args, **self.options, relu=self.relu)
         with torch.no_grad():
             for parameter in fused.bn.parameters():
                 parameter.uniform_(-1.5, 1.5)
-        fused = fused.to(place, TORCH_DTYPES[dtype])
+        fused = fused.to(where, TORCH_DTYPES[dtype])
         conv, bn = copy.deepcopy(fused.to_modules())
         return fused, Block(conv.double(), bn.double(), self.relu)
 
-    def input(self, dtype: str, place: str = "cpu", seed: int = 0, n: int = 6) -> "torch.Tensor":
-        x = torch.randn(n, *self.size, generator=torch.Generator().manual_seed(seed)).to(place, TORCH_DTYPES[dtype])
+    def input(self, dtype: str, where: str = "cpu", seed: int = 0, n: int = 6) -> "torch.Tensor":
+        x = torch.randn(n, *self.size, generator=torch.Generator().manual_seed(seed)).to(where, TORCH_DTYPES[dtype])
         if self.last:
             x = x.movedim(1, -1).contiguous().movedim(-1, 1)
         return x.requires_grad_()
@@ -562,12 +540,12 @@ def check_step(fused, block, x, dtype: str, *residual) -> None:
         near(got, ref, tolerance)
 
 
-def test_a_weight_that_is_computed(place):
+def test_a_weight_that_is_computed(where):
     """As torch.nn.utils.parametrize makes it of the parameter: the module has no parameter of that name then."""
-    fused, reference = LAYERS["general"].pair("float64", place)
+    fused, reference = LAYERS["general"].pair("float64", where)
     for conv in (fused.conv, reference.conv):
         nn.utils.parametrizations.weight_norm(conv)
-    x = LAYERS["general"].input("float64", place)
+    x = LAYERS["general"].input("float64", where)
     for _ in range(3):
         near(fused(x), reference(x), TOLERANCE["float64"])
     fused.conv.parametrizations.weight.original0.data.mul_(2)
@@ -578,12 +556,12 @@ def test_a_weight_that_is_computed(place):
 @pytest.mark.parametrize(
     ("name", "dtype", "summed"), TRAINED, ids=[f"{name}-{dtype}{'-with a residual' * summed}" for name, dtype, summed in TRAINED]
 )
-def test_training_and_evaluation_are_those_of_torch(place, name, dtype, summed):
+def test_training_and_evaluation_are_those_of_torch(where, name, dtype, summed):
     layer = LAYERS[name]
-    fused, reference = layer.pair(dtype, place)
+    fused, reference = layer.pair(dtype, where)
     for seed, training in enumerate((True, True, False)):
         fused.train(training), reference.train(training)
-        x = layer.input(dtype, place, seed)
+        x = layer.input(dtype, where, seed)
         residual = residuals_of(fused, x, summed, seed)
         check_step(fused, reference, x, dtype, *residual)
     with torch.no_grad():
@@ -599,22 +577,22 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_batch_norm_that_is_changed(place, change):
+def test_a_batch_norm_that_is_changed(where, change):
     """One without running statistics takes the batch's in evaluation too, and may have a counter nevertheless, which counts in training
     alone."""
-    fused, reference = LAYERS["general"].pair("float64", place)
+    fused, reference = LAYERS["general"].pair("float64", where)
     for training in (False, True, False):
         for one in (fused, reference):
             CHANGES[change](one.train(training).bn)
-        check_step(fused, reference, LAYERS["general"].input("float64", place), "float64")
+        check_step(fused, reference, LAYERS["general"].input("float64", where), "float64")
     assert int(fused.bn.num_batches_tracked) == (change != "frozen statistics")
 
 
 @pytest.mark.parametrize("name", ["general", "same, uneven"])
-def test_options_that_are_set_later(place, name):
+def test_options_that_are_set_later(where, name):
     """As networks do whose strides are replaced by dilations; torch's modules keep another form of the padding they were made with."""
     layer = LAYERS[name]
-    fused, reference = layer.pair("float64", place)
+    fused, reference = layer.pair("float64", where)
     for step in range(2):
         for conv in (fused.conv, reference.conv):
             conv.stride, conv.dilation = (1, 1), (2, 1)
@@ -622,16 +600,16 @@ def test_options_that_are_set_later(place, name):
                 conv.padding = (2, 1) if step == 0 else 1
         for training in (True, False):
             fused.train(training), reference.train(training)
-            check_step(fused, reference, layer.input("float64", place), "float64")
+            check_step(fused, reference, layer.input("float64", where), "float64")
 
 
-def test_only_the_gradients_that_are_asked_for(place):
+def test_only_the_gradients_that_are_asked_for(where):
     layer = LAYERS["general"]
-    expected, _ = layer.pair("float32", place)
-    x = layer.input("float32", place)
+    expected, _ = layer.pair("float32", where)
+    x = layer.input("float32", where)
     expected(x).sum().backward()
     for name, parameter in expected.named_parameters():
-        fused, _ = layer.pair("float32", place)
+        fused, _ = layer.pair("float32", where)
         fused.requires_grad_(False)
         asked = fused.get_parameter(name).requires_grad_()
         fused(x.detach()).sum().backward()
@@ -642,7 +620,7 @@ def test_only_the_gradients_that_are_asked_for(place):
     "name", ["general", "without affine", "without tracking", "cumulative", "channels last", "1-d, groups, channels last"]
 )
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_operators_give_the_same_bits(place, monkeypatch, name, dtype):
+def test_operators_give_the_same_bits(where, monkeypatch, name, dtype):
     """As the calls without them, which are the rule."""
     layer, found = LAYERS[name], []
     for traced in (False, True):
@@ -651,10 +629,10 @@ def test_operators_give_the_same_bits(place, monkeypatch, name, dtype):
                 trace_all(patch)
             else:
                 patch.setattr(fused_modules.fused.launches._LayerSpec, "in_integers", lambda self: pytest.fail("an operator is called"))
-            fused, _ = layer.pair(dtype, place)
+            fused, _ = layer.pair(dtype, where)
             results = []
             for seed, training in enumerate((True, True, False)):
-                x = layer.input(dtype, place, seed)
+                x = layer.input(dtype, where, seed)
                 versions = [b._version for b in fused.buffers()]
                 out = fused.train(training)(x)
                 assert not training or all(b._version > old for b, old in zip([*fused.buffers()][-1:], versions[-1:], strict=True))
@@ -666,24 +644,24 @@ def test_operators_give_the_same_bits(place, monkeypatch, name, dtype):
     assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(*found, strict=True))
 
 
-def test_a_batch_of_one_value_a_channel_is_refused_as_by_torch(place):
-    fused = CLASSES[2](5, 17, 3).to(place)
+def test_a_batch_of_one_value_a_channel_is_refused_as_by_torch(where):
+    fused = CLASSES[2](5, 17, 3).to(where)
     with pytest.raises(
         ValueError, match=r"Expected more than 1 value per channel when training, got input size torch.Size\(\[1, 17, 1, 1\]\)"
     ):
-        fused(torch.zeros(1, 5, 3, 3, device=place))
+        fused(torch.zeros(1, 5, 3, 3, device=where))
     with pytest.raises(ValueError, match=r"expected 4D input \(got 3D input\)"):
-        fused(torch.zeros(5, 9, 6, device=place))
+        fused(torch.zeros(5, 9, 6, device=where))
     assert int(fused.bn.num_batches_tracked) == 0
     with torch.no_grad():
-        assert fused.eval()(torch.zeros(1, 5, 3, 3, device=place)).shape == (1, 17, 1, 1)
+        assert fused.eval()(torch.zeros(1, 5, 3, 3, device=where)).shape == (1, 17, 1, 1)
 
 
-def test_an_empty_batch(place):
-    fused, reference = LAYERS["general"].pair("float64", place)
+def test_an_empty_batch(where):
+    fused, reference = LAYERS["general"].pair("float64", where)
     for training in (True, False):
         fused.train(training), reference.train(training)
-        x = LAYERS["general"].input("float64", place, n=0)
+        x = LAYERS["general"].input("float64", where, n=0)
         out, expected = fused(x), reference(x.detach().double())
         assert out.shape == expected.shape
         out.sum().backward()
@@ -703,15 +681,15 @@ def second_derivatives(model, x, *more):
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("summed", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_second_derivatives(place, training, summed, bias):
+def test_second_derivatives(where, training, summed, bias):
     torch.manual_seed(0)
-    fused = CLASSES[2](3, 4, 3, bias=bias, dtype=torch.float64, device=place)
+    fused = CLASSES[2](3, 4, 3, bias=bias, dtype=torch.float64, device=where)
     torch.nn.init.uniform_(fused.bn.weight, 0.5, 1.5), torch.nn.init.normal_(fused.bn.bias), fused.bn.running_mean.normal_()
     fused.train(training)
     theirs = copy.deepcopy(fused)
     theirs.forward = lambda x, *more: torch.relu(sum(more, theirs.bn(theirs.conv(x))))
-    x = torch.randn(2, 3, 6, 5, dtype=torch.float64, device=place, requires_grad=True)
-    more = [torch.randn(2, 4, 4, 3, dtype=torch.float64, device=place, requires_grad=True)] * summed
+    x = torch.randn(2, 3, 6, 5, dtype=torch.float64, device=where, requires_grad=True)
+    more = [torch.randn(2, 4, 4, 3, dtype=torch.float64, device=where, requires_grad=True)] * summed
     for got, expected in zip(second_derivatives(fused, x, *more), second_derivatives(theirs, x, *more), strict=True):
         got, expected = (torch.zeros(()) if one is None else one for one in (got, expected))
         torch.testing.assert_close(
@@ -720,12 +698,12 @@ def test_second_derivatives(place, training, summed, bias):
 
 
 @pytest.mark.parametrize("relu, summed", [(True, False), (True, True), (False, True)])
-def test_what_is_kept_for_the_backward_pass(place, relu, summed):
+def test_what_is_kept_for_the_backward_pass(where, relu, summed):
     """Input, filter, the convolution's result and what there is one of a channel;
     of a sum with ReLU also its mask, at most a byte a number."""
     layer = replace(LAYERS["general"], relu=relu)
-    fused, _ = layer.pair("float32", place)
-    x, kept = layer.input("float32", place, n=40), {}
+    fused, _ = layer.pair("float32", where)
+    x, kept = layer.input("float32", where, n=40), {}
     residual = residuals_of(fused, x, summed)
 
     def pack(tensor):
@@ -741,11 +719,11 @@ def test_what_is_kept_for_the_backward_pass(place, relu, summed):
 
 # ---- a residual
 
-def test_a_residual_that_is_the_input_too(place):
-    """Both gradients come together in it; and the input's in-place sum with something later is noticed."""
+def test_a_residual_that_is_the_input_too(where):
+    """Both gradients come together in it; and the input's in-where sum with something later is noticed."""
     layer = Layer(2, (8, 8, 3, 1, 1), (8, 5, 6), last=True)
-    fused, reference = layer.pair("float64", place)
-    x = layer.input("float64", place)
+    fused, reference = layer.pair("float64", where)
+    x = layer.input("float64", where)
     wide = x.detach().requires_grad_()
     dout = residual_for(x.detach())
     fused(x, x).backward(dout)
@@ -754,10 +732,10 @@ def test_a_residual_that_is_the_input_too(place):
 
 
 @pytest.mark.parametrize("with_residual", [False, True])
-def test_a_result_may_be_written_over(place, with_residual):
+def test_a_result_may_be_written_over(where, with_residual):
     """The activation's derivative is computed again; with a residual its mask has been kept."""
-    fused, _ = LAYERS["general"].pair("float32", place)
-    x, found = LAYERS["general"].input("float32", place), []
+    fused, _ = LAYERS["general"].pair("float32", where)
+    x, found = LAYERS["general"].input("float32", where), []
     residual = residual_for(fused(x).detach()).detach().requires_grad_() if with_residual else None
     for written in (False, True):
         out = fused(x, residual)
@@ -768,10 +746,10 @@ def test_a_result_may_be_written_over(place, with_residual):
 
 
 @pytest.mark.parametrize("relu", [True, False])
-def test_only_the_gradient_of_the_residual(place, relu):
-    fused, _ = replace(LAYERS["general"], relu=relu).pair("float32", place)
+def test_only_the_gradient_of_the_residual(where, relu):
+    fused, _ = replace(LAYERS["general"], relu=relu).pair("float32", where)
     fused.requires_grad_(False)
-    x = LAYERS["general"].input("float32", place).detach()
+    x = LAYERS["general"].input("float32", where).detach()
     residual = residual_for(fused(x))
     for training in (True, False):
         out = fused.train(training)(x, residual)
@@ -783,14 +761,14 @@ def test_only_the_gradient_of_the_residual(place, relu):
 
 
 @pytest.mark.parametrize("kind", ["another type", "one a channel", "larger", "a number", "other strides"])
-def test_a_residual_of_another_form_is_added_by_torch_s_rules(place, kind):
+def test_a_residual_of_another_form_is_added_by_torch_s_rules(where, kind):
     layer = LAYERS["channels last"]
-    fused, reference = layer.pair("float32", place)
-    x = layer.input("float32", place)
+    fused, reference = layer.pair("float32", where)
+    x = layer.input("float32", where)
     shape = fused(x).shape
     residual = {
-        "another type": lambda: torch.randn(shape, dtype=torch.float64, device=place), "one a channel": lambda: torch.randn(8, 1, 1, device=place),
-        "larger": lambda: torch.randn(3, *shape, device=place), "a number": lambda: 0.5, "other strides": lambda: torch.randn(*shape[::-1], device=place).permute(3, 2, 1, 0),
+        "another type": lambda: torch.randn(shape, dtype=torch.float64, device=where), "one a channel": lambda: torch.randn(8, 1, 1, device=where),
+        "larger": lambda: torch.randn(3, *shape, device=where), "a number": lambda: 0.5, "other strides": lambda: torch.randn(*shape[::-1], device=where).permute(3, 2, 1, 0),
     }[kind]()  # fmt: skip
     block = reference.float()
     block.load_state_dict(fused.state_dict())
@@ -801,11 +779,11 @@ def test_a_residual_of_another_form_is_added_by_torch_s_rules(place, kind):
     near(*(torch.autograd.grad(y.sum(), x)[0] for y in (out, expected)), 64 * TOLERANCE["float32"])
 
 
-def test_infinities_and_nans_of_a_sum(place):
+def test_infinities_and_nans_of_a_sum(where):
     """As torch's: an infinity in dout is one in the residual's gradient where the mask lets it pass, and NaN in the result is no 0."""
-    fused, _ = LAYERS["without affine"].pair("float32", place)
+    fused, _ = LAYERS["without affine"].pair("float32", where)
     fused.eval()
-    x = LAYERS["without affine"].input("float32", place)
+    x = LAYERS["without affine"].input("float32", where)
     residual = residual_for(fused(x).detach())
     with torch.no_grad():
         residual[0, 0, 0, 0], residual[0, 1, 0, 0], residual[0, 2, 0, 0] = math.inf, -math.inf, math.nan
@@ -873,14 +851,14 @@ def test_sync_batch_norm_is_refused_wherever_it_comes_from():
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["NCHW", "NHWC"])
-def test_opcheck(place, last):
+def test_opcheck(where, last):
     layer = LAYERS["channels last"]
-    fused, _ = layer.pair("float32", place)
-    x = layer.input("float32", place).detach()
+    fused, _ = layer.pair("float32", where)
+    x = layer.input("float32", where).detach()
     x = x if last else x.contiguous()
     fixed = x, fused.conv.weight.detach(), None
     gamma, beta = fused.bn.weight.detach(), fused.bn.bias.detach()
-    running, tracked, operators = (fused.bn.running_mean, fused.bn.running_var), torch.tensor(3, device=place), torch.ops.pycuda_conv
+    running, tracked, operators = (fused.bn.running_mean, fused.bn.running_var), torch.tensor(3, device=where), torch.ops.pycuda_conv
     check = torch.library.opcheck
     batch, given = ([1, 0, of_batch, 0, 1, *(1, 1, 1, 1) * 2] for of_batch in (1, 0))  # ReLU, of_batch, fp32, groups; stride 1, padding 1
     for moved in ((*running, tracked), (*running, None), (None, None, None))[: 3 if last else 1]:
@@ -899,24 +877,24 @@ def test_opcheck(place, last):
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
 @pytest.mark.parametrize("grad", [True, False])
-def test_traced_by_jit(place, grad):
+def test_traced_by_jit(where, grad):
     """What is recorded are operators, which compute something of another input too."""
     layer = LAYERS["channels last"]
-    fused, _ = layer.pair("float32", place)
-    x, other = (layer.input("float32", place, seed).detach() for seed in (0, 1))
+    fused, _ = layer.pair("float32", where)
+    x, other = (layer.input("float32", where, seed).detach() for seed in (0, 1))
     with torch.set_grad_enabled(grad):
-        for module in (fused.eval(), fused_modules.Conv2d(4, 8, 3).to(place)):
+        for module in (fused.eval(), fused_modules.Conv2d(4, 8, 3).to(where)):
             assert torch.equal(torch.jit.trace(module, x, check_trace=False)(other), module(other))
 
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("summed", [False, True], ids=["alone", "with a residual"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_autocast(place, dtype, summed):
+def test_autocast(where, dtype, summed):
     layer = LAYERS["channels last"]
-    fused, reference = layer.pair("float32", place)
-    x = layer.input("float32", place)
-    with torch.autocast(place, TORCH_DTYPES[dtype]):
+    fused, reference = layer.pair("float32", where)
+    x = layer.input("float32", where)
+    with torch.autocast(where, TORCH_DTYPES[dtype]):
         residual = residuals_of(fused, x, summed)
         out = fused(x, *residual)
     assert out.dtype is TORCH_DTYPES[dtype]
@@ -928,14 +906,12 @@ def test_autocast(place, dtype, summed):
     for got, ref in zip(fused.buffers(), reference.buffers(), strict=True):
         near(got, ref, TOLERANCE[dtype])
     fused.eval()
-    with torch.no_grad(), torch.autocast(place, TORCH_DTYPES[dtype]):
+    with torch.no_grad(), torch.autocast(where, TORCH_DTYPES[dtype]):
         assert fused(x).dtype is out.dtype
 
 
 @pytest.mark.gpu
 def test_captured_in_a_graph():
-    if not torch.cuda.is_available():
-        pytest.skip("this torch has no CUDA")
     layer = LAYERS["cumulative"]
     fused, _ = layer.pair("float32", "cuda")
     other = copy.deepcopy(fused)
@@ -967,8 +943,6 @@ def test_captured_in_a_graph():
 @pytest.mark.gpu
 def test_no_more_memory_than_the_modules_take():
     """But for what the convolution notes of its results, where it packs its input besides: that is as much as ReLU's result."""
-    if not torch.cuda.is_available():
-        pytest.skip("this torch has no CUDA")
     conv, bn = nn.Conv2d(32, 32, 3, padding=1, bias=False).cuda(), nn.BatchNorm2d(32).cuda()
     found = []
     for module in (CLASSES[2].from_modules(conv, bn), nn.Sequential(conv, bn, nn.ReLU())):
@@ -987,8 +961,6 @@ def test_no_more_memory_than_the_modules_take():
 @pytest.mark.gpu
 @pytest.mark.parametrize("summed", [False, True], ids=["alone", "with a residual"])
 def test_the_gradient_of_the_result_takes_its_place_unless_the_graph_is_kept(summed):
-    if not torch.cuda.is_available():
-        pytest.skip("this torch has no CUDA")
     fused = CLASSES[2](32, 32, 3, padding=1).cuda()
     torch.manual_seed(0)
     x, residual, dout = torch.randn(3, 64, 32, 64, 64, device="cuda")
@@ -1034,7 +1006,7 @@ PASSES = ("fp32 last", "small images", "1x1 fp16")  # layers whose kernels note 
 def test_statistics_noted_by_the_convolution(name, small):
     """Against float64's of y itself, with a large mean, and where half of the values are so small that results are computed again."""
     shape, filters, dtype, last = NOTING[name]
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+    if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernels of Hopper GPUs note them")
     if small and dtype != "float32":
         pytest.skip("16-bit numbers are never computed again")

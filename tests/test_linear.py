@@ -12,9 +12,6 @@ from torch.nn import functional as F
 from pycuda_conv.arrays import torch_internals
 from pycuda_conv.nn import convert, linear
 
-#: torch's own convolutions in the place of ours, to see which products are asked for.
-TORCHS = SimpleNamespace(conv1d=F.conv1d, conv_transpose1d=F.conv_transpose1d, conv1d_bias=lambda dy: dy.sum((0, 2)))
-
 
 def operands(rows, features, outputs, bias=True, dtype=torch.float64, device="cpu"):
     torch.manual_seed(0)
@@ -27,7 +24,6 @@ def operands(rows, features, outputs, bias=True, dtype=torch.float64, device="cp
 @pytest.mark.parametrize("rows, bias", [((3,), False), ((2, 1, 2), True)], ids=str)
 def test_products_are_those_of_a_linear_layer(monkeypatch, rows, bias, most_rows):
     monkeypatch.setattr(linear, "MOST_ROWS", most_rows)
-    monkeypatch.setattr(linear, "pc", TORCHS)
     monkeypatch.setattr(linear, "_is_worth_it", lambda *_: True)
     given = operands(rows, 3, 2, bias)
     results = []
@@ -98,24 +94,9 @@ def test_convert_takes_linear_layers_if_asked_and_gives_them_back():
     assert type(convert(made)[0]) is torch.nn.Linear
 
 
-def convolution(ndim):
-    """torch's, with what ours takes besides."""
-
-    def call(x, weight, bias, *, scale, residual, activation, precision):
-        y = (F.conv1d if ndim == 1 else F.conv2d)(x, weight)
-        ones = [1] * ndim
-        y = y if scale is None else y * scale.view(-1, *ones)
-        y = y if bias is None else y + bias.view(-1, *ones)
-        y = y if residual is None else y + residual
-        return y if activation is None else getattr(F, activation)(y)
-
-    return call
-
-
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("rows, moved", [((2, 3, 5), True), ((2, 3, 5), False), ((2, 7), False), ((9,), False)])
 def test_what_follows_a_layer_is_computed_with_it(monkeypatch, rows, moved, bias):
-    monkeypatch.setattr(linear, "pc", SimpleNamespace(conv1d=convolution(1), conv2d=convolution(2)))
     monkeypatch.setattr(linear, "_is_worth_fusing", lambda *_: True)
     torch.manual_seed(0)
     module = torch.nn.Linear(4, 3, bias).double()

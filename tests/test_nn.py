@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import io
 import pickle
 import re
 import runpy
@@ -14,14 +13,15 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import example, given, settings
-from reference import channels_last, is_channels_last
+from reference import Case, channels_last, convolved, is_channels_last
+from test_functions import NAMES, cases
 
 import pycuda_conv as pc
 import pycuda_conv.nn as pn
 from pycuda_conv import dispatch, engines, memo
 
 F = torch.nn.functional
-NAMES = ["Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d"]
+MODULES = ["Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d"]
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
@@ -62,90 +62,16 @@ def same_gradients(ours, theirs, inputs, dtype=None):
 
 # ---- gradients
 
-CASES = {
-    "conv1d": ("conv1d", (2, 4, 7), (6, 2, 3), 6, {"stride": 2, "padding": ((1, 0),), "groups": 2}),
-    "conv2d": ("conv2d", (2, 3, 6, 5), (4, 3, 3, 2), 4, {"stride": (2, 1), "padding": (1, 0), "dilation": (1, 2)}),
-    "conv2d unbatched, same": ("conv2d", (2, 5, 4), (3, 2, 2, 3), 3, {"padding": "same"}),
-    "conv3d depthwise": ("conv3d", (1, 2, 3, 4, 3), (2, 1, 2, 2, 2), 2, {"padding": 1, "groups": 2}),
-    "conv_transpose1d": ("conv_transpose1d", (2, 4, 3), (4, 2, 3), 4, {"stride": 2, "padding": ((1, 0),), "output_padding": 1, "groups": 2}),
-    # an output padding of the stride or more
-    "conv_transpose2d": ("conv_transpose2d", (1, 2, 3, 2), (2, 2, 2, 2), 2, {"dilation": (2, 3), "output_padding": (1, 2), "padding": 1}),
-    "conv2d_input": ("conv2d_input", (2, 4, 2, 4), (4, 3, 3, 2), 0, {"stride": (2, 1), "size": (2, 3, 6, 5)}),
-    "conv2d_weight": ("conv2d_weight", (2, 3, 6, 5), (2, 4, 2, 4), 0, {"stride": (2, 1), "size": (4, 3, 3, 2)}),
-}  # fmt: skip
-
-
-def function_of(case):
-    """The case as a function of tensors, and those."""
-    name, first, second, bias, options = case
-    options = dict(options)
-    size = options.pop("size", None)
-    function = getattr(pc, name)
-    if name.endswith("_input"):
-        return (lambda dy, w: function(size, w, dy, **options)), (first, second)
-    if name.endswith("_weight"):
-        return (lambda x, dy: function(x, size, dy, **options)), (first, second)
-    return (lambda x, w, b: function(x, w, b, **options)), (first, second, (bias,))
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_gradients_of_both_orders(where, name):
-    function, shapes = function_of(CASES[name])
-    inputs = [randn(*shape, where=where) for shape in shapes]
-    assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
-    assert torch.autograd.gradgradcheck(function, inputs, fast_mode=True)
-
-
-def in_float64(transposed, x, w, b, stride, padding, output_padding, dilation, groups):
-    """The same by torch, whose padding is even, with the padding done apart."""
-    ndim = w.dim() - 2
-    if not transposed:
-        padded = F.pad(x, [n for both in reversed(padding) for n in both])
-        return getattr(F, f"conv{ndim}d")(padded, w, b, stride, 0, dilation, groups)
-    full = getattr(F, f"conv_transpose{ndim}d")(x, w, None, stride, 0, 0, groups, dilation)
-    longer = F.pad(full, [n for extra in reversed(output_padding) for n in (0, extra)])
-    cut = F.pad(longer, [-n for both in reversed(padding) for n in both])  # alone: the cut before may be longer than `full`
-    return cut + b.view(-1, *(1,) * ndim)
-
-
-@st.composite
-def problems(draw):
-    """Shapes of input, filter and bias, and arguments."""
-    ndim, transposed, groups = draw(st.integers(1, 3)), draw(st.booleans()), draw(st.integers(1, 2))
-
-    def sizes(low, high):
-        return [draw(st.integers(low, high)) for _ in range(ndim)]
-
-    c, k, filter_size = groups * draw(st.integers(1, 2)), groups * draw(st.integers(1, 2)), sizes(1, 3)
-    stride, dilation = sizes(1, 3), sizes(1, 2)
-    padding = [(draw(st.integers(0, 2)), draw(st.integers(0, 2))) for _ in range(ndim)]
-    reach = [d * (f - 1) + 1 for d, f in zip(dilation, filter_size, strict=True)]
-    extra = [draw(st.integers(0, max(s, d) - 1)) for s, d in zip(stride, dilation, strict=True)]
-    if transposed:  # the result has to have a pixel
-        low = [max(1, -(-(1 + sum(p) - r - e) // s) + 1) for p, r, e, s in zip(padding, reach, extra, stride, strict=True)]
-    else:
-        low = [max(1, r - sum(p)) for r, p in zip(reach, padding, strict=True)]
-    size = [n + draw(st.integers(0, 3)) for n in low]
-    images = () if draw(st.booleans()) else (draw(st.integers(1, 2)),)
-    shapes = ((*images, k if transposed else c, *size), (k, c // groups, *filter_size), (c if transposed else k,))
-    return transposed, shapes, (stride, padding, extra, dilation, groups)
+CUT = {"stride": (3,), "padding": ((2, 0),), "output_padding": (2,)}  # all of the convolution is cut away
 
 
 @settings(max_examples=8)
-@given(problem=problems())
-@example(problem=(True, ((1, 1, 1), (1, 1, 1), (1,)), ([3], [(2, 0)], [2], [1], 1)))  # all of the convolution is cut away
-def test_gradients_of_random_problems(where, problem):
-    transposed, shapes, (stride, padding, extra, dilation, groups) = problem
-    ndim = len(stride)
-
-    def ours(x, w, b):
-        options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-        if transposed:
-            return getattr(pc, f"conv_transpose{ndim}d")(x, w, b, **options, output_padding=extra)
-        return getattr(pc, f"conv{ndim}d")(x, w, b, **options)
-
+@given(case=st.tuples(st.booleans(), st.integers(1, 3)).flatmap(lambda kind: cases(*kind)))
+@example(case=Case(True, (1, 1, 1), (1, 1, 1), CUT))
+def test_gradients_of_random_problems(where, case):
+    ours, shapes = getattr(pc, NAMES[case.transposed, case.ndim]), (case.input_shape, case.weight_shape, (case.channels,))
     inputs = [randn(*shape, where=where, seed=seed) for seed, shape in enumerate(shapes)]
-    same_gradients(ours, lambda *a: in_float64(transposed, *a, stride, padding, extra, dilation, groups), inputs)
+    same_gradients(lambda *a: ours(*a, **case.options), lambda *a: convolved(case.transposed, *a, **case.options), inputs)
 
 
 @pytest.mark.parametrize("needs", [(True, False, False), (False, True, False), (False, False, True)])
@@ -286,18 +212,16 @@ def test_channels_last_comes_out_and_back(where, ndim):
 
 
 def test_arguments_are_torch_s():
-    for name in NAMES:
+    own = [("precision", "fp32"), ("algorithm", None), ("batch_invariant", False), ("upsample", 1), ("upsample_filter", None)]
+    for name in MODULES:
         theirs, ours = (list(inspect.signature(getattr(of, name)).parameters.values()) for of in (torch.nn, pn))
-        options = [("upsample", 1), ("upsample_filter", None)] * (not name.startswith("ConvTranspose"))
-        *first, precision, algorithm, invariant = ours[: len(ours) - len(options)]
-        assert [(p.name, p.default) for p in ours[len(ours) - len(options) :]] == options
-        assert (invariant.name, invariant.default, invariant.kind) == ("batch_invariant", False, invariant.KEYWORD_ONLY)
-        assert (algorithm.name, algorithm.default, algorithm.kind) == ("algorithm", None, algorithm.KEYWORD_ONLY)
+        first, more = ours[: len(theirs)], ours[len(theirs) :]
         assert [(p.name, p.default, p.kind) for p in first] == [(p.name, p.default, p.kind) for p in theirs]
-        assert (precision.name, precision.default, precision.kind) == ("precision", "fp32", precision.KEYWORD_ONLY)
+        assert [(p.name, p.default) for p in more] == own[: 3 if name.startswith("ConvTranspose") else 5]
+        assert {p.kind for p in more} == {inspect.Parameter.KEYWORD_ONLY}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize("algorithm", ["direct", "fft"])
 def test_modules_take_an_algorithm(name, algorithm, monkeypatch):
     """Forward, in gradients, and in what torch.compile traces."""
@@ -317,7 +241,7 @@ def test_modules_take_an_algorithm(name, algorithm, monkeypatch):
         getattr(pn, name)(*arguments, algorithm="dft")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", MODULES)
 def test_modules_are_torch_s_in_all_but_the_arithmetic(name):
     arguments = (4, 6, 3, 2, 1, 1, 2, False) if "Transpose" in name else (4, 6, 3, 2, 1, 2, 2, False, "reflect")
     torch.manual_seed(1)
@@ -414,118 +338,6 @@ def test_wrong_words_and_dtypes():
 # ---- models
 
 
-class Block(torch.nn.Module):
-    """As in a ResNet: one ReLU called twice, the second time on a sum."""
-
-    def __init__(self, channels):
-        super().__init__()
-        self.conv1, self.bn1 = torch.nn.Conv2d(channels, channels, 3, padding=1, bias=False), torch.nn.BatchNorm2d(channels)
-        self.conv2 = torch.nn.Conv2d(channels, channels, 3, padding=1, padding_mode="circular")
-        self.bn2, self.relu = torch.nn.BatchNorm2d(channels, affine=False), torch.nn.ReLU(inplace=True)
-
-    def forward(self, x):
-        out = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
-        out += x
-        return self.relu(out)
-
-
-def network():
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(
-        torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3, groups=1), torch.nn.BatchNorm2d(4), torch.nn.ReLU6()), Block(4),
-        torch.nn.Sequential(torch.nn.ConvTranspose2d(4, 2, 2, stride=2), torch.nn.BatchNorm2d(2), torch.nn.ReLU()),
-        torch.nn.AdaptiveAvgPool2d(2), torch.nn.Flatten(), torch.nn.Linear(8, 3),
-    )  # fmt: skip
-    for norm in model.modules():
-        if isinstance(norm, torch.nn.BatchNorm2d):
-            norm.running_mean.normal_(std=0.3)
-            norm.running_var.uniform_(0.5, 2)
-            if norm.affine:
-                torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
-                torch.nn.init.normal_(norm.bias)
-    return model.double()
-
-
-def test_a_converted_model_says_what_was_done_and_computes_the_same(where):
-    theirs, ours = (network().to(where) for _ in range(2))
-    parameters = {name: id(p) for name, p in ours.named_parameters()}
-    done = pn.report(pn.convert(ours))
-    assert str(done) == "4 convolutions converted\n  0.0 (Conv2d)\n  1.conv1 (Conv2d)\n  1.conv2 (Conv2d)\n  2.0 (ConvTranspose2d)"
-    assert {name: id(p) for name, p in ours.named_parameters()} == parameters
-    assert list(ours.state_dict()) == list(theirs.state_dict()) and type(ours[2][0]) is pn.ConvTranspose2d
-    x = randn(2, 3, 6, 6, where=where, grad=False)
-    for _ in range(2):
-        same_gradients(ours.train(), theirs.train(), [x])  # which also moves the running statistics
-        same_gradients(ours.eval(), theirs.eval(), [x])
-        with torch.no_grad():
-            close(ours(x), theirs(x))
-        with torch.inference_mode():
-            close(ours(x), theirs(x))
-    twins = copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))
-    file = io.BytesIO()
-    torch.save(ours, file)
-    file.seek(0)
-    with torch.no_grad():
-        for twin in (ours, *twins, torch.load(file, weights_only=False)):
-            assert str(pn.report(twin)) == str(done)
-            assert torch.equal(twin(x), ours(x))
-        compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
-        close(compiled(x), theirs(x))
-
-
-def same_buffers(ours, theirs):
-    for got, expected in zip(ours.buffers(), theirs.buffers(), strict=True):
-        close(got.double(), expected.double())
-
-
-def test_a_model_trained_with_fused_layers_is_trained_as_by_torch(where):
-    theirs, ours = (network().to(where) for _ in range(2))
-    ours = pn.compile(pn.convert(ours), "light")
-    x = randn(2, 3, 6, 6, where=where, grad=False)
-    for step in range(3):
-        same_gradients(ours.train(), theirs.train(), [x])
-        same_buffers(ours, theirs)
-        theirs[1].bn2.train(step > 0), ours[1].bn2.train(step > 0)  # one that is frozen
-        same_gradients(ours, theirs, [x])
-        same_buffers(ours, theirs)
-    same_gradients(ours.eval(), theirs.eval(), [x])
-    with torch.no_grad():
-        close(ours(x), theirs(x))
-    for graph in pn.report(ours).graphs:  # in training, with a frozen norm, evaluated with gradients, and without
-        # the transposed convolution is not trained in one step; a border that the convolution reads itself meets no chain
-        assert not graph.left
-        assert len(graph.fused) + len(graph.left) == (3 if graph.gradients else 4)
-
-
-def test_what_is_changed_after_the_conversion_counts(where):
-    theirs, ours = (network().to(where).eval() for _ in range(2))
-    pn.convert(ours)
-    x, seen = randn(2, 3, 6, 6, where=where, grad=False), []
-
-    def double(module, arguments, result):
-        seen.append(module)
-        return result * 2
-
-    @torch.no_grad()
-    def change(what):
-        for model in (theirs, ours):
-            what(model)
-        close(ours(x), theirs(x))
-
-    change(lambda model: None)
-    change(lambda model: model[1].bn1.running_mean.add_(1))
-    change(lambda model: model[1].conv1.weight.mul_(2))
-    change(lambda model: model.load_state_dict({name: t * 1.5 if t.is_floating_point() else t for name, t in model.state_dict().items()}))
-    change(lambda model: model[1].bn1.running_mean.data.add_(1))
-    change(lambda model: model[1].bn1.register_forward_hook(double))
-    change(lambda model: model[1].register_forward_hook(double))
-    assert len(seen) == 6  # two of the first change, four of the second
-    change(lambda model: setattr(model[1], "bn2", torch.nn.Identity()))
-    change(lambda model: setattr(model[0], "0", torch.nn.Conv2d(3, 4, 1, dtype=torch.float64, device=where).requires_grad_(False).apply(
-        lambda m: (m.weight.fill_(0.3), m.bias.fill_(0.1)))))  # fmt: skip
-    change(lambda model: setattr(model[1], "bn1", torch.nn.BatchNorm2d(4, track_running_stats=False, dtype=torch.float64, device=where)))
-
-
 class Own(torch.nn.Conv2d):
     pass
 
@@ -547,19 +359,14 @@ def test_what_is_converted():
     assert type(layer) is pn.Conv2d
 
 
-def torchvision_models():
-    try:
-        import torchvision
-    except Exception as error:  # one that was built for another torch raises a RuntimeError
-        pytest.skip(f"torchvision can't be imported: {error}")
-    return torchvision.models
-
-
 def torchvision_model(name):
     """One with random weights and statistics, in evaluation."""
-    models = torchvision_models()
+    try:
+        from torchvision.models import get_model
+    except Exception as error:  # one that was built for another torch raises a RuntimeError
+        pytest.skip(f"torchvision can't be imported: {error}")
     torch.manual_seed(0)
-    model = models.get_model(name, weights=None, **({"weights_backbone": None} if "deeplab" in name else {}))
+    model = get_model(name, weights=None, **({"weights_backbone": None} if "deeplab" in name else {}))
     for norm in model.modules():
         if isinstance(norm, torch.nn.BatchNorm2d):
             torch.nn.init.normal_(norm.running_mean, std=0.1)

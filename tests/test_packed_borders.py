@@ -9,8 +9,7 @@ import pytest
 import simt
 from modes import program_of
 from reference import DTYPES, assert_alike, reference
-from test_borders import NUMPYS
-from test_borders import Drawn as Case
+from test_borders import NUMPYS, Border
 
 from pycuda_conv import ConvProblem, borders, engines
 from pycuda_conv.engines import registry
@@ -27,10 +26,8 @@ class Given:
     def __init__(
         self, rng, direction: str, x_shape, w_shape, pads, modes, *, bias=False, residual=False, most=2, value=0.0, **options
     ) -> None:
-        self.direction, self.case, ndim = direction, Case(0), len(x_shape) - 2
-        border = {"padding": pads, "padding_mode": modes, "padding_value": value}
-        self.case.ndim, self.case.pads, self.case.modes, self.case.value = ndim, pads, modes, value
-        self.case.options = {name: options[name] for name in ("stride", "dilation", "groups") if name in options}
+        self.direction, ndim, border = direction, len(x_shape) - 2, {"padding": pads, "padding_mode": modes, "padding_value": value}
+        self.case = Border(pads, modes, value, **{name: options[name] for name in ("stride", "dilation", "groups") if name in options})
         activation = {"activation": options.pop("activation")} if "activation" in options else {}
         forward = ConvProblem.forward(ndim, x_shape, w_shape, w_shape[:1] if bias else None, **border, **options, **activation)
         more = {"residual_shape": x_shape} if residual else {}
@@ -49,8 +46,7 @@ class Given:
 
     def want(self, of=lambda array: array) -> np.ndarray:
         """In float64, of what `of` makes of the arrays."""
-        x, w, dy = (of(one).astype(np.float64) for one in (self.x, self.w, self.dy))
-        y = self.case.by_torch(x, w, None if self.direction == "fprop" else dy)
+        y = self.case.by_torch(of(self.x), of(self.w), None if self.direction == "fprop" else of(self.dy))
         y = y if self.direction == "fprop" else y[self.direction == "wgrad"]
         y = y if self.b is None else y + self.b.reshape(-1, *(1,) * self.case.ndim)
         return y if self.r is None else y + self.r

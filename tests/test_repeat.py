@@ -153,12 +153,6 @@ def test_a_torch_that_does_not_describe_its_tensors_is_asked_for_attributes(warm
             warm.goes_the_whole_way(call)
 
 
-def test_where_python_makes_the_launches_it_makes_the_calls_too(warm):
-    warm.device = warm.fake.device("python")
-    with warm.device, torch.no_grad():
-        warm.goes_the_whole_way(lambda: pc.conv2d(x, w))
-
-
 def test_plans_and_bound_plans(warm):
     problem = ConvProblem.forward(2, x.shape, w.shape, (24,), padding=1)
     plan = Plan(problem, warm.device)
@@ -168,10 +162,6 @@ def test_plans_and_bound_plans(warm):
         bound = plan.bind(w, b)
         warm.again(lambda: bound(x))
         warm.again(lambda: bound(x, out=y))
-        with pytest.raises(ConvArgumentError, match="this plan takes input of shape"):
-            plan(x[:1], w, b)
-        with pytest.raises(ConvArgumentError, match="this plan takes bias"):
-            plan(x, w)
 
 
 def test_a_filter_that_was_packed_stays_packed(warm):
@@ -320,23 +310,24 @@ def test_modes_and_transforms_see_their_operators(warm):
 
     with torch.no_grad():
         warm.again(lambda: pc.conv2d(x, w, padding=1))
-    seen = []
     table = repeat.public_calls.copy()
     for ready in table:
         repeat.public_calls[ready] = None  # were one taken, it would be none
+
+    def taken(one=None):
+        made = repeat.call(table, ("conv", 2, 1, 1, 1, 1, "fp32", 0, None), False, x, w, None, None, None, None)
+        seen.append(isinstance(made, torch.Tensor))
+        return one
+
+    seen = []
     with Mode(), torch.no_grad():
-        assert not repeat.call(table, ("conv", 2, 1, 1, 1, 1, "fp32", 0, None), False, x, w, None, None, None, None)
+        taken()
     with torch.no_grad():
-        assert repeat.call(table, ("conv", 2, 1, 1, 1, 1, "fp32", 0, None), False, x, w, None, None, None, None) is not None
+        taken()
         with forward_ad.dual_level():
-            assert not repeat.call(table, ("conv", 2, 1, 1, 1, 1, "fp32", 0, None), False, x, w, None, None, None, None)
-
-        def transformed(one):
-            seen.append(repeat.call(table, ("conv", 2, 1, 1, 1, 1, "fp32", 0, None), False, x, w, None, None, None, None))
-            return one
-
-        torch.vmap(transformed)(x)
-    assert seen == [None]
+            taken()
+        torch.vmap(taken)(x)
+    assert seen == [False, True, False, False]
 
 
 def test_out_that_the_result_cannot_be_written_to(warm):

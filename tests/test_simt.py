@@ -11,7 +11,7 @@ import pytest
 import simt
 from alike import check_epilogue
 from modes import asked, dtype_of, ids_of
-from reference import ACTIVATIONS, EPS, Case, assert_close, assert_exact, dgrad, fprop
+from reference import ACTIVATIONS, Case, assert_close, assert_exact, dgrad, fprop
 
 from pycuda_conv.engines import split_sum
 from pycuda_conv.engines.direct.gemm import Gemm
@@ -74,15 +74,6 @@ def test_kernels_that_know_the_layer_finish_a_sum(case, mode, config):
 
 # ---- batch_norm.cu, with the loads that only CUDA has
 
-PIXELS = [
-    batch_norm.Pixels("bfloat16", "NHWC", 3, 16, 35), batch_norm.Pixels("float16", "NHWC", 2, 520, 9), batch_norm.Pixels("bfloat16", "NCHW", 3, 5, 24),
-    batch_norm.Pixels("bfloat16", "NHWC", 2, 12, 30), batch_norm.Pixels("float32", "NHWC", 2, 8, 30),
-]  # fmt: skip
-
-
-def lying(array, pixels):
-    return np.ascontiguousarray(np.swapaxes(array, 1, 2) if pixels.layout == "NHWC" else array).astype(pixels.dtype)
-
 
 def launched(made, *arrays):
     """What launches leave in these arrays, or None, where a number stands for so many bytes."""
@@ -118,87 +109,6 @@ def test_statistics_of_moments_that_a_convolution_noted(redone, many, monkeypatc
     assert_close(buffers[2].view("f"), y.mean(0), np.full(pixels.K, 1e-6))
     invstd = 1 / np.sqrt(y.var(0) + 1e-5)
     assert_close(buffers[3].view("f"), invstd, 1e-5 * invstd)
-
-
-def mask_of(out, pixels):
-    """Where a result is above 0: of each item's numbers a bit."""
-    return np.packbits((out.astype("f") > 0).reshape(-1, pixels.item), axis=1, bitorder="little").ravel()
-
-
-@pytest.mark.parametrize("pixels", PIXELS, ids=str)
-def test_batch_norm_with_a_residual(pixels, monkeypatch):
-    monkeypatch.setattr(batch_norm, "MOST_WHOLE", 0)
-    rng, shape = np.random.default_rng(0), (pixels.N, pixels.K, pixels.plane)
-    y, residual, dout = (lying(rng.standard_normal(shape) + mean, pixels) for mean in (1, 0, 0))
-    gamma, beta = rng.uniform(0.5, 2, (2, pixels.K)).astype("f")
-    axes, wide = ((0, 1), lambda v: v) if pixels.layout == "NHWC" else ((0, 2), lambda v: v[:, None])
-    exact = y.astype("d")
-    mean, invstd = exact.mean(axes), 1 / np.sqrt(exact.var(axes) + 1e-5)
-    *_, found_mean, found_invstd, _, _, counted, _ = launched(
-        batch_norm.statistics(pixels, 3, 1e-5, 0.1), y, None, 4 * pixels.K, 4 * pixels.K, None, None, np.array([41])
-    )
-    assert counted.view(np.int64)[0] == 42
-    assert_close(found_mean.view("f"), mean, np.full_like(mean, 1e-6))
-    assert_close(found_invstd.view("f"), invstd, 1e-5 * invstd)
-    of_channel = mean.astype("f"), invstd.astype("f"), gamma, beta
-    xhat = (exact - wide(mean)) * wide(invstd)
-    out = np.maximum(xhat * wide(gamma) + wide(beta) + residual.astype("d"), 0)
-    number = PIXELS.index(pixels)
-    for added in (None, residual)[number % 2 :: 2]:  # by turns
-        expected = out if added is not None else np.maximum(xhat * wide(gamma) + wide(beta), 0)
-        *_, got, mask, _ = launched(
-            batch_norm.forward(pixels, 3, "relu", added is not None), y, *of_channel, added, y.nbytes,
-            None if added is None else pixels.items
-        )
-        got = got.view(y.dtype).reshape(y.shape)
-        assert_close(got, expected, EPS[pixels.dtype] * np.abs(expected) + 1e-5)
-        assert added is None or np.array_equal(mask, mask_of(got, pixels))
-    rounded = out.astype(pixels.dtype)
-    for summed, mask in ((True, rounded > 0), (False, xhat * wide(gamma) + wide(beta) > 0))[number // 2 % 2 :: 2]:
-        dout[np.abs(xhat * wide(gamma) + wide(beta)) < 1e-4] = 0
-        g = dout.astype("d") * mask
-        given = (mask_of(rounded, pixels), y.nbytes, 8 * pixels.K, y.nbytes) if summed else (None, y.nbytes, 8 * pixels.K, None)
-        *_, dy, sums, masked, _ = launched(batch_norm.backward(pixels, 3, "relu", True, summed), y, dout, *of_channel, *given)
-        dbeta, dgamma = g.sum(axes), (g * xhat).sum(axes)
-        assert_close(sums.view("f").reshape(2, -1), np.stack((dbeta, dgamma)), np.full((2, pixels.K), 1e-3))
-        m = pixels.N * pixels.plane
-        expected = wide(invstd * gamma) * (g - wide(dbeta) / m - xhat * wide(dgamma) / m)
-        assert_close(dy.view(y.dtype).reshape(y.shape), expected, EPS[pixels.dtype] * np.abs(expected) + 1e-4)
-        if summed:
-            assert np.array_equal(masked.view(y.dtype).reshape(y.shape).astype("d"), g)
-
-
-WHOLE = [batch_norm.Pixels("bfloat16", "NCHW", 3, 5, 24), batch_norm.Pixels("bfloat16", "NCHW", 30, 2, 24)]
-
-
-@pytest.mark.parametrize("pixels", WHOLE, ids=str)
-def test_a_batch_norm_by_one_launch(pixels, monkeypatch):
-    """The same bits as by two: those of the statistics, and of the result. The gradients are the same but for the order of sums."""
-    rng, number = np.random.default_rng(0), WHOLE.index(pixels)
-    y, residual = (lying(rng.standard_normal((pixels.N, pixels.K, pixels.plane)) + 1, pixels) for _ in range(2))
-    gamma, beta = rng.uniform(0.5, 2, (2, pixels.K)).astype("f")
-    each, running = 4 * pixels.K, rng.uniform(0.5, 2, (2, pixels.K)).astype("f")
-    tracked, added = (np.array([3]), residual) if number % 2 else (None, None)
-    apart = launched(batch_norm.statistics(pixels, 3, 1e-5, 0.1), y, tracked, each, each, *running.copy(), np.array([41]))
-    out = launched(
-        batch_norm.forward(pixels, 3, "relu", added is not None), y, *apart[2:4], gamma, beta, added, y.nbytes,
-        None if added is None else pixels.items
-    )[6:8]
-    whole = batch_norm.whole_forward(pixels, 3, 1e-5, 0.1, "relu", added is not None)
-    together = launched(
-        whole, y, tracked, gamma, beta, added, each, each, *running.copy(), np.array([41]), y.nbytes,
-        None if added is None else pixels.items
-    )
-    assert all(map(np.array_equal, together[5:10], apart[2:7])) and all(map(np.array_equal, together[10:12], out))
-    summed = number == 1
-    given = y, residual, *running, gamma, beta, *((out[1], y.nbytes, 2 * each, y.nbytes) if summed else (None, y.nbytes, 2 * each, None))
-    together = launched(batch_norm.backward(pixels, 3, "relu", True, summed), *given)
-    monkeypatch.setattr(batch_norm, "MOST_WHOLE", 0)
-    apart = launched(batch_norm.backward(pixels, 3, "relu", True, summed), *given)
-    (dy, sums), (ref, ref_sums) = ((found[7].view(y.dtype).astype("d"), found[8].view("f").astype("d")) for found in (together, apart))
-    assert_close(sums, ref_sums, np.full_like(sums, 1e-3))
-    assert_close(dy, ref, EPS[pixels.dtype] * np.abs(ref) + 1e-4)
-    assert not summed or np.array_equal(together[9], apart[9])
 
 
 # ---- direct/reduce.cu

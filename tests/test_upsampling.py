@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from reference import DTYPES, EPS, reference
+from test_borders import Border, enlarged
 
 import pycuda_conv as pc
 import pycuda_conv.nn as pn
@@ -14,18 +15,8 @@ from pycuda_conv import ConvArgumentError, ConvProblem, Plan
 from pycuda_conv.execute.pieces import pieces
 from pycuda_conv.runtime import get_device
 
-NUMPYS = {
-    "zeros": "constant", "constant": "constant", "replicate": "edge", "reflect": "reflect", "circular": "wrap", "symmetric": "symmetric"
-}
 
-
-def enlarged(x: np.ndarray, times) -> np.ndarray:
-    for axis, n in enumerate(times, x.ndim - len(times)):
-        x = x.repeat(n, axis)
-    return x
-
-
-class Drawn:
+class Drawn(Border):
     """A convolution of an upsampled image, with any filter, padding and border."""
 
     def __init__(self, seed: int, word: str | None) -> None:
@@ -41,13 +32,13 @@ class Drawn:
             if max(self.times) > 1 and all(n * u + sum(p) > d * (t - 1) for n, u, p, d, t in axes):
                 break
         modes = ["zeros", "zeros", "constant", "replicate", "circular", "symmetric"] + ["reflect"] * int(word != "folded" and min(size) > 1)
-        self.mode = str(rng.choice(modes))
-        self.value = 3.0 if self.mode == "constant" else 0.0
+        mode = str(rng.choice(modes))
+        self.modes, self.value = ((mode, mode),) * self.ndim, 3.0 if mode == "constant" else 0.0
         self.x_shape = (int(rng.integers(1, 4)), int(rng.integers(1, 4)) * self.groups, *map(int, size))
         self.w_shape = (int(rng.integers(1, 5)) * self.groups, self.x_shape[1] // self.groups, *map(int, taps))
-        self.options = {
-            "stride": self.stride, "dilation": self.dilation, "groups": self.groups, "padding": self.pads, "padding_mode": self.mode,
-            "padding_value": self.value, "upsample": self.times, "upsample_filter": word,
+        self.options = {"stride": self.stride, "dilation": self.dilation, "groups": self.groups}
+        self.whole = self.options | {
+            "padding": self.pads, "padding_mode": mode, "padding_value": self.value, "upsample": self.times, "upsample_filter": word,
         }
 
     @property
@@ -59,14 +50,8 @@ class Drawn:
         shapes = self.x_shape, self.w_shape, self.w_shape[:1]
         return [self.rng.integers(-2, 3, shape).astype(dtype) for shape in shapes]
 
-    def expected(self, x, w, b) -> np.ndarray:
-        wide = enlarged(x.astype(np.float64), self.times)
-        more = {"constant_values": self.value} if self.mode == "constant" else {}
-        wide = np.pad(wide, [(0, 0), (0, 0), *self.pads], NUMPYS[self.mode], **more)
-        return reference(False, self.ndim, wide, w, b, stride=self.stride, dilation=self.dilation, groups=self.groups)
-
     def __str__(self) -> str:
-        return f"{self.x_shape} {self.w_shape} {self.options}"
+        return f"{self.x_shape} {self.w_shape} {self.whole}"
 
 
 # ---- the functions
@@ -79,9 +64,9 @@ def test_random_ones_in_whole_numbers(seed, word):
     drawn = Drawn(1000 * ("exact", "folded", None).index(word) + seed, word)
     dtype = DTYPES[seed % len(DTYPES)]
     x, w, b = drawn.arrays(dtype)
-    expected = drawn.expected(x, w, b)
+    expected = drawn.by_torch(x, w) + b.astype(np.float64).reshape(-1, *(1,) * drawn.ndim)
     out = np.full(expected.shape, np.nan, x.dtype)
-    got = drawn.function(x, w, b, out=out, **drawn.options)
+    got = drawn.function(x, w, b, out=out, **drawn.whole)
     assert got is out
     np.testing.assert_array_equal(got.astype(np.float64), expected.astype(x.dtype).astype(np.float64), err_msg=str(drawn))
 
@@ -216,25 +201,15 @@ def test_dask_arrays():
 def test_gradients(seed, word):
     """In float64, against torch's own of the enlarged and padded image."""
     drawn = Drawn(5000 + 1000 * ("exact", "folded", None).index(word) + seed, word)
-    ours, theirs = ([torch.from_numpy(a).requires_grad_() for a in map(np.copy, arrays)] for arrays in [drawn.arrays("float64")] * 2)
-    y = drawn.function(*ours, **drawn.options)
-    x, w, b = theirs
-    for axis, n in enumerate(drawn.times, 2):
-        x = x.repeat_interleave(n, axis)
-    for axis, (before, after) in enumerate(drawn.pads, 2):
-        n = x.shape[axis]
-        filled = {"constant_values": -1} if drawn.mode in ("zeros", "constant") else {}
-        rows = np.pad(np.arange(n), (before, after), NUMPYS[drawn.mode], **filled)
-        outside = torch.from_numpy(rows < 0).reshape(-1, *(1,) * (x.dim() - axis - 1))
-        x = torch.where(
-            outside, torch.tensor(drawn.value, dtype=torch.float64), x.index_select(axis, torch.from_numpy(np.maximum(rows, 0)))
-        )
-    call = getattr(torch.nn.functional, f"conv{drawn.ndim}d")
-    expected = call(x, w, b, stride=drawn.stride, dilation=drawn.dilation, groups=drawn.groups)
-    dy = torch.randn_like(expected)
-    assert torch.allclose(y, expected, rtol=1e-12, atol=1e-12), str(drawn)
-    for got, right in zip(torch.autograd.grad(y, ours, dy), torch.autograd.grad(expected, theirs, dy), strict=True):
-        assert torch.allclose(got, right, rtol=1e-10, atol=1e-10), str(drawn)
+    arrays = drawn.arrays("float64")
+    given = [torch.from_numpy(a).requires_grad_() for a in arrays]
+    y = drawn.function(*given, **drawn.whole)
+    expected = drawn.by_torch(*arrays[:2]) + arrays[2].reshape(-1, *(1,) * drawn.ndim)
+    np.testing.assert_array_equal(y.detach().numpy(), expected, err_msg=str(drawn))
+    dy = torch.randn_like(y)
+    right = *drawn.by_torch(*arrays[:2], dy.numpy()), dy.sum((0, *range(2, dy.dim()))).numpy()
+    for got, wanted in zip(torch.autograd.grad(y, given, dy), right, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-10, atol=1e-10, err_msg=str(drawn))
 
 
 def test_a_filter_of_float32_is_summed_before_it_is_rounded():

@@ -39,7 +39,7 @@ CASES = Cases(
     portable=[
         *((case, mode, config) for i, (case, config) in enumerate(MIXED) for mode in (("fp32", *OTHERS) if config == Single() else ("fp32", OTHERS[i % len(OTHERS)]))),
         *((case, "fp32", config) for case, config in (*ONCE, *AWKWARD)), *((case, "fp32", SLICED[(i + more) % 5]) for i, case in enumerate(FILTERS) for more in (0, 2)),
-        *((FILTERS[4], mode, Wgrad(128, 9, 20, 4)) for mode in OTHERS),
+        *((FILTERS[4], mode, Wgrad(128, 9, 20, 4)) for mode in OTHERS), (Filter((0, 3, 9, 9), (8, 3, 3, 3), layout="NCHW"), "fp32", Wgrad(FILTERS=2)),
     ],
     optimised=[(DEPTHWISE, "fp32", Single(THREADS=32)), (DEPTHWISE, "fp32", Tile(4, 8, 1)), (TRANSPOSED, "fp32", Dgrad(64, 1, 2)), (GENERAL, "fp32", Batched(64, 4, 4, SPLIT=3)), (FILTERS[0], "fp32", SLICED[0])],
     wide=[(DEPTHWISE, "fp32", Single()), (DEPTHWISE, "fp32", Tile(8, 32, 2)), (GENERAL, "fp32", Batched()), (TRANSPOSED, "fp32", Dgrad()), (FILTERS[0], "fp32", Wgrad(64, 6, 3, 4)), (FILTERS[4], "fp32", Wgrad(64, 6, 3, 4))],

@@ -112,6 +112,8 @@ NOT_FINITE = [
 ]  # fmt: skip
 LARGER = fprop((3, 15, 66, 64), (256, 15, 7, 7), stride=2, padding=3, bias=False)  # large enough for windows with rows beyond the filter of 16 bits
 
+WHOLE_IMAGES = Filter((16, 20, 5, 6), (40, 20, 3, 3), padding=(1,), layout="NCHW"), "fp32", ImplicitGemm(64, 128, 3)  # a batch that fills loads
+
 # ---- on a GPU: tiles of every kind, a little smaller and larger than the problem
 
 WIDER = fprop((5, 72, 13, 14), (200, 72, 3, 3), padding=1)
@@ -185,7 +187,8 @@ CASES = Cases(
         ((PHASED, "tf32", TILES["tf32"]), "blocks_group tap_base tap_step_s channels_group plane pq q out_base out_d out_h out_w"),
     ],
     not_finite=[(case, mode, TILES[mode]) for case, mode, _ in NOT_FINITE[1::3]],
-    not_finite_gpu=[*NOT_FINITE, *((LARGER, mode, ImplicitGemm(64, 128, 3)) for mode in ("fp16", "fp16 last", "bf16 last") if mode in MODES)],
+    not_finite_gpu=[*NOT_FINITE, *((LARGER, mode, ImplicitGemm(64, 128, 3)) for mode in ("fp16", "fp16 last", "bf16 last") if mode in MODES), WHOLE_IMAGES],
+    precise_gpu=[WHOLE_IMAGES],
     ranged=[(WIDE, "fp32", TILES["fp32"], SCENARIOS[::3]), (WIDE, "tf32", ImplicitGemm(64, 32, 3), SCENARIOS[1::6]), (BACK, "fp32", TILES["fp32"], SCENARIOS[2::6])],
     ranged_gpu=[*((case, mode, ImplicitGemm(64, 128, 3), SCENARIOS) for case in (WIDE, BACK, STEM) for mode in ("fp32", "tf32")), (WIDE, "fp32", ImplicitGemm(64, 128, 3, 2), SCENARIOS)],
     orders=[(BASE, "fp32", [ImplicitGemm(64, 32, 2), ImplicitGemm(128, 24, 2), ImplicitGemm(64, 48, 2, schedule="twin"), ImplicitGemm(64, 32, 2, 2)], 2)],

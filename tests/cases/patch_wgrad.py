@@ -24,6 +24,7 @@ CASES = Cases(
     portable=[
         *((replace(case, layout=LAYOUTS[(i // 2 + j // 2) % 2]), "fp32", config) for i, case in enumerate(SHAPES) for j, config in enumerate(CONFIGS) if (i + j) % 2 or i == 0),
         *((replace(SHAPES[0], layout=LAYOUTS[(i + j) % 2]), mode, PatchWgrad(*tile, 3)) for i, tile in enumerate(TILES) for j, mode in enumerate(TYPES) if mode != "fp32"),
+        *((Filter((0, 3, 9, 9), (8, 3, 3, 3), layout=layout), "fp32", PatchWgrad()) for layout in LAYOUTS),  # without images the gradient is 0
     ],
     optimised=[(SHAPES[0], "fp32", CONFIGS[0])],
     wide=[(replace(case, layout="NCHW"), "fp32", config) for case, config in zip((SHAPES[0], SHAPES[4], SHAPES[5]), (PatchWgrad(16, 64, 2), PatchWgrad(64, 32, 40), PatchWgrad(16, 64, 2)), strict=True)],
