@@ -454,7 +454,7 @@ def test_a_chunk_that_needs_no_neighbour_is_one_task(opencl, groups, filters):
 
 
 @pytest.fixture(scope="module")
-def client(fast_env, opencl, tmp_path_factory):
+def cluster(fast_env, opencl, tmp_path_factory):
     """Two workers, processes with one PoCL thread each."""
     distributed = pytest.importorskip("distributed", reason="clusters are dask.distributed's")
     env = {
@@ -466,9 +466,16 @@ def client(fast_env, opencl, tmp_path_factory):
         dask.config.set({"distributed.comm.timeouts.connect": "300s"}),
         distributed.LocalCluster(
             n_workers=2, threads_per_worker=1, dashboard_address=None, env=env, local_directory=str(folder), memory_limit=0
-        ) as cluster,
-        distributed.Client(cluster) as made,
+        ) as made,
     ):
+        yield made
+
+
+@pytest.fixture
+def client(cluster):
+    from distributed import Client
+
+    with Client(cluster) as made:
         made.wait_for_workers(2, timeout=100)
         yield made
 
