@@ -23,7 +23,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_scipy_s_own_tests_pass(name):
+def test_scipy_s_own_tests_pass(fast_env, name):
     file, chosen, least, part = RUNS[name]
     part = 1 if all_texts else part
     path = Path(scipy.__file__).parent / file
@@ -34,8 +34,8 @@ def test_scipy_s_own_tests_pass(name):
         str(path.parents[1])
     ]
     places = os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "PYTHONPATH": places, "SCIPYS_EVERY": str(part)}
-    done = subprocess.run([sys.executable, "-m", "pytest", *options], env=env, capture_output=True, text=True, timeout=1500, check=False)
+    env = {**fast_env, "PYTHONPATH": places, "SCIPYS_EVERY": str(part)}
+    done = subprocess.run([sys.executable, "-m", "pytest", *options], env=env, capture_output=True, text=True, timeout=900, check=False)
     found = re.search(r"(\d+) passed", done.stdout)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert found and int(found[1]) >= least // part, done.stdout[-300:]
