@@ -15,10 +15,8 @@ HERE = Path(__file__).resolve().parent
 #: By file, the tests of each run, how many of them have to pass at the least, and which part of them runs without --all-texts.
 RUNS = {
     "correlate": ("ndimage/tests/test_filters.py", "correlate or convolve", 1300, 5),
-    "gaussian": ("ndimage/tests/test_filters.py", "(gauss or uniform) and not correlate", 200, 1),
-    "derivatives": ("ndimage/tests/test_filters.py", "(sobel or prewitt or laplac) and not gauss", 50, 1),
-    "signal": ("signal/tests/test_signaltools.py", "TestConvolve or TestConvolve2d or TestCorrelate", 100, 3),
-    "transforms": ("signal/tests/test_signaltools.py", "TestFFTConvolve", 600, 3),
+    "others": ("ndimage/tests/test_filters.py", "(gauss or uniform or sobel or prewitt or laplac) and not correlate", 250, 1),
+    "signal": ("signal/tests/test_signaltools.py", "TestConvolve or TestConvolve2d or TestCorrelate or TestFFTConvolve", 700, 3),
 }
 
 
