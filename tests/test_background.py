@@ -249,18 +249,24 @@ def test_the_switch_turns_it_off(slow, monkeypatch):
 # ---- constants of a layer
 
 
-@pytest.fixture
-def constants(monkeypatch):
-    """All launches have one; the text with it is another text with the same meaning."""
+def give_constants(monkeypatch, often):
+    """All launches have a layer's constant; the text with it is another text with the same meaning. It serves so many calls later."""
+
+    def with_layer(steps):
+        return [[replace(one, layer={"OF_THE_LAYER": 7}) for one in step] for step in steps]
 
     def schedule(*arguments, **options):
         made = real(*arguments, **options)
-        with_layer = lambda steps: [[replace(one, layer={"OF_THE_LAYER": 7}) for one in step] for step in steps]  # noqa: E731
-        return replace(made, steps=with_layer(made.steps), whole=with_layer(made.whole))
+        return replace(made, prepare=with_layer(made.prepare), steps=with_layer(made.steps), whole=with_layer(made.whole))
 
     real = engines.schedule
     monkeypatch.setattr(engines, "schedule", schedule)
-    monkeypatch.setattr(background, "OFTEN", 3)
+    monkeypatch.setattr(background, "OFTEN", often)
+
+
+@pytest.fixture
+def constants(monkeypatch):
+    give_constants(monkeypatch, 3)
 
 
 def _known(plan, monkeypatch):

@@ -1190,6 +1190,8 @@ def test_inductor_puts_nothing_in_front_of_our_operators(where, tmp_path, monkey
             return self.c3(F.silu(self.g(self.c2(F.relu(self.b1(self.c1(x))))))) + 1
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("torch._inductor.config.cpp_cache_precompile_headers", False)  # for a single kernel
+    monkeypatch.setattr("torch._inductor.config.cpp.simdlen", 1)
     m = moved(Net()).eval().to(where).to(memory_format=torch.channels_last)
     x = images(channels_last=True, where=where)
     with torch.no_grad():

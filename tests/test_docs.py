@@ -134,7 +134,12 @@ def test_the_notebook_runs(fast_env, device, tmp_path, file, words):
     nbformat = pytest.importorskip("nbformat", reason="notebooks are read by nbformat")
     client = pytest.importorskip("nbclient", reason="notebooks are run by nbclient")
     pytest.importorskip("ipykernel", reason="notebooks are run in ipykernel")
-    notebook = nbformat.read(DOCS / "notebooks" / f"{file}.ipynb", as_version=4)
+    text = (DOCS / "notebooks" / f"{file}.ipynb").read_text()
+    if file == "ladder":  # of a layer a tenth as large
+        layer = "(1, 64, 28, 28), (64, 64, 3, 3)"
+        assert layer in text
+        text = text.replace(layer, "(1, 16, 28, 28), (32, 16, 3, 3)")
+    notebook = nbformat.reads(text, as_version=4)
     nbformat.validate(notebook)
     with pytest.MonkeyPatch.context() as patch:
         for variable, value in (fast_env | {"PYCUDA_CONV_BACKEND": device.partition(":")[0]}).items():
@@ -149,7 +154,8 @@ def test_the_notebook_runs(fast_env, device, tmp_path, file, words):
 def test_the_site_is_built_without_a_warning(python_env, tmp_path):
     for module in ("sphinx", "numpydoc", "myst_nb", "furo", "torch"):
         pytest.importorskip(module, reason=f"the site needs {module}")
-    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-d", str(tmp_path / "trees"), str(DOCS), str(tmp_path / "site")]
+    plain = "-D", "html_theme=basic"  # furo lists all pages beside each of them, which takes a quarter of the time
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", *plain, "-d", tmp_path / "trees", DOCS, tmp_path / "site"]
     done = subprocess.run(command, env={**python_env, "PYTHONWARNINGS": ""}, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     reference = (tmp_path / "site" / "reference" / "functions.html").read_text()

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fake_cuda import FakeCuda
+from test_background import give_constants
 
 from pycuda_conv import BackendError, ConvArgumentError, ConvProblem, DeviceMemoryError, Plan, background, engines
 from pycuda_conv.call import Operands
@@ -291,17 +292,9 @@ def test_threads_share_a_plan(fake, kind, monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_plan_whose_kernels_change_launches_the_new_ones(fake, kind, monkeypatch):
     """Not in a capture; and each of its schedules is prepared again."""
-    monkeypatch.setattr(background, "OFTEN", 2)
+    give_constants(monkeypatch, 2)
     monkeypatch.delenv("PYCUDA_CONV_BACKGROUND", raising=False)
     problem = PROBLEMS[0]
-    real = engines.schedule
-
-    def schedule(*arguments, **options):
-        made = real(*arguments, **options)
-        known = lambda steps: [[replace(one, layer={"OF_THE_LAYER": 7}) for one in step] for step in steps]  # noqa: E731
-        return replace(made, prepare=known(made.prepare), steps=known(made.steps), whole=known(made.whole))
-
-    monkeypatch.setattr(engines, "schedule", schedule)
     monkeypatch.setattr(device_module.CudaDevice, "compiled", lambda self, launch: "OF_THE_LAYER" not in launch.defines)
     plan = Plan(problem, fake.device(kind))
     coming = []
