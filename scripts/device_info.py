@@ -7,4 +7,5 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from pycuda_conv.cli import main
 
-raise SystemExit(main(["info", *sys.argv[1:]]))
+if __name__ == "__main__":  # processes that compile import this file
+    raise SystemExit(main(["info", *sys.argv[1:]]))
