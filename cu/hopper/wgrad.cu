@@ -7,7 +7,7 @@
 // axis, but not TF32 operands: for those, warps load fragments from the same rows, and TMA rounds float32 on the way.
 //
 // Planes   PLANES: 1x1 filters without stride on NCHW arrays as they lie, 16 bits and TF32. A row that TMA loads is BLOCK_K pixels of a channel of an image,
-//          so wgmma's operands are K-major, as it takes them of either type. A stage belongs to one image; zeros fill up an image's last stage.
+//          so wgmma's operands are K-major, as it takes them of either type: wgrad_planes.cuh.
 //
 // Mapping  block -> a tile of BLOCK_M x BLOCK_N sums over one of `splits` runs of positions.
 //          A block has DOWN x ACROSS consumer warpgroups, each with PRODUCTS x 64 rows of WGMMA_N columns, and behind them one more warp. One thread
@@ -16,11 +16,8 @@
 // Shared   a ring of STAGES stages (ring.cuh) of BLOCK_K positions: blocks of CHANNELS channels of dy, rows of 128 bytes, swizzled, then such blocks
 //          of x. When the ring has been read, the tile's sums take its place, pitch BLOCK_N + 8 floats, and are written from there. They may need
 //          more room than the ring.
-// Loads    of dy: boxes of BLOCK_K positions. Of x: TMA's im2col mode, as many consecutive positions, shifted by a block's tap, across rows and images.
-//          Padding, and what lies behind the last position of either, arrives as zeros.
-// Border   BORDERED: of an image's own pixels. Positions come region by region: all, with zeros around x; then once more single rows and columns of dy at
-//          its sides. Their taps that meet places outside have the offsets of the pixels that stand there, and the others load zeros. There dy is loaded
-//          as x is. Each region has maps of its own.
+// Loads    A stage is dy at BLOCK_K consecutive positions, and x at the pixels that these meet by a block's tap: wgrad_positions.cuh.
+// Border   BORDERED: of an image's own pixels. Positions come region by region, and each region has maps of its own: wgrad_regions.cuh.
 // Groups   A group pack is neighbouring groups whose channels of x fit a block, or one group. Products of channels of two different groups are not
 //          written.
 // Ends     Blocks of channels past the last one are not loaded. What lies in their place, and channels of the next group pack, only reach sums that
@@ -35,7 +32,8 @@
 // Result   With one run of positions it is dw, [k][c][tap] or [k][tap][c]. With more it is parts[run][k][tap][c] in fp32. hopper/wgrad_reduce.cu
 //          adds few parts to [k][c][tap], hopper/wgrad_add.cu all others.
 //
-// In parts   wgrad_store.cuh, wgrad_flipped.cuh: from sums to dw | wgrad_tall.cuh, wgrad_fragments.cuh: how float32 is multiplied
+// In parts   wgrad_positions.cuh, wgrad_planes.cuh, wgrad_regions.cuh: what a stage loads | wgrad_tall.cuh, wgrad_fragments.cuh: how float32 is multiplied
+//            wgrad_store.cuh, wgrad_flipped.cuh: from sums to dw
 //
 // By hand: nvcc -cubin -arch=sm_90a -I cu cu/hopper/wgrad.cu
 #ifndef BLOCK_M
@@ -69,6 +67,7 @@ constexpr int ROWS_64 = 64 * 128;                               // bytes of 64 r
 constexpr int BEHIND = STAGES > 2 ? 1 : 0;                      // stages whose products may still run while the next one is waited for
 constexpr int PITCH = BLOCK_N + 8;                              // floats of a row of sums
 constexpr int WARPS = 4 * CONSUMERS;                            // warps that write
+constexpr int REGIONS = BORDERED ? BORDERED : 1;                // of the launch, each with maps of its own
 static_assert(BLOCK_M % 64 == 0 && BLOCK_N % WGMMA_N == 0 && WGMMA_N % 64 == 0, "whole warpgroups and blocks of channels");
 static_assert(!PLANES || !FLIPPED, "pixels of either");
 static_assert(LIMBS == 1 || (LAST && WGMMA_N == 64), "three sums of a result fit the registers");
@@ -90,28 +89,10 @@ struct WgradNhwcArguments : LoadedPixels {
   long long image_stages, by_image_stages;                    // PLANES: stages of an image
 };
 
-#if BORDERED
-// A region of positions. Its maps see its own part of dy, and of x what its taps may meet.
-struct WgradRegion : LoadedPixels {
-  long long end;                                // stages up to its last one
-  long long offsets_d, offsets_h, offsets_w;    // of each tap in x: bytes
+// Maps of dy and of x, for each region.
+struct Maps {
+  CUtensorMap dy[REGIONS], x[REGIONS];
 };
-struct Regions {
-  WgradRegion of[BORDERED];
-};
-struct RegionMaps {
-  CUtensorMap dy[BORDERED], x[BORDERED];
-};
-// The number of a position's pixel along each axis of its region.
-struct InRegion {
-  int image, w, h, d;
-  DEVICE InRegion(const WgradRegion& region, int position) {
-    const Divided plane(position, region.load_plane, region.by_load_plane), slice(plane.rest, region.load_pq, region.by_load_pq);
-    const Divided row(slice.rest, region.load_q, region.by_load_q);
-    image = plane.quotient, w = row.rest, h = row.quotient, d = slice.quotient;
-  }
-};
-#endif
 
 // What a block computes: of group pack `pack`, the rows from `row` on and the columns of the blocks from `block` on; dy_blocks and x_blocks are real.
 struct Tile {
@@ -142,78 +123,43 @@ typedef StageRing<STAGES, STAGE_BYTES> Ring;
 
 // ---- the producer
 
+// How a stage is loaded. A header has what its loads need of a tap (Tap), of the launch (Loads) and of a stage (StageLoads).
 #if BORDERED
-DEVICE void produce(const RegionMaps& maps, const Regions& regions, const WgradNhwcArguments& arg, const Tile& of, const StageRange& range, const Ring& ring) {
-  int c[X_BLOCKS], tap_s[X_BLOCKS], tap_r[X_BLOCKS], tap_t[X_BLOCKS];
-#pragma unroll
-  for (int i = 0; i < X_BLOCKS; ++i) {
-    const Column column(arg, of.block + i);
-    const Divided row(column.tap, arg.tap_s, arg.by_tap_s), slice(row.quotient, arg.tap_r, arg.by_tap_r);
-    c[i] = of.pack * (int)arg.columns + column.channel;
-    tap_s[i] = row.rest, tap_r[i] = slice.rest, tap_t[i] = slice.quotient;
-  }
-  const int k = of.pack * (int)arg.rows + of.row, spatial_dims = (int)arg.spatial_dims;
-  int number = 0, begin = 0, end = (int)regions.of[0].end;
-  Ring::Position at;
-  fill_stages(ring, at, range.first, range.last, [&](int step, uint32_t dy, uint32_t arrived) {
-    const uint32_t x = dy + DY_BLOCKS * BLOCK_BYTES;
-    while (step >= end) {
-      begin = end;
-      end = (int)regions.of[++number].end;
-    }
-    const WgradRegion& region = regions.of[number];
-    const InRegion pixel(region, (step - begin) * BLOCK_K);
-    const LoadBase base(region, (step - begin) * BLOCK_K);
-    auto offset = [](long long offsets, int tap) { return (int)(offsets >> 8 * tap) & 255; };
-    barrier_expect(arrived, (of.dy_blocks + of.x_blocks) * BLOCK_BYTES);
-#pragma unroll
-    for (int i = 0; i < DY_BLOCKS; ++i)
-      if (i < of.dy_blocks && number == 0) load_box(dy + i * BLOCK_BYTES, maps.dy, arrived, k + CHANNELS * i, step * BLOCK_K, 0);
-      else if (i < of.dy_blocks) load_im2col(spatial_dims, dy + i * BLOCK_BYTES, maps.dy + number, arrived, k + CHANNELS * i, pixel, 0, 0, 0);
-#pragma unroll
-    for (int i = 0; i < X_BLOCKS; ++i)
-      if (i < of.x_blocks)
-        load_im2col(spatial_dims, x + i * BLOCK_BYTES, maps.x + number, arrived, c[i], base, offset(region.offsets_w, tap_s[i]),
-                    offset(region.offsets_h, tap_r[i]), offset(region.offsets_d, tap_t[i]));
-  });
-}
+#define IF_REGIONS(...) __VA_ARGS__
+#include "hopper/wgrad_regions.cuh"
+#elif PLANES
+#include "hopper/wgrad_planes.cuh"
 #else
-DEVICE void produce(const CUtensorMap* map_dy, const CUtensorMap* map_x, const WgradNhwcArguments& arg, const Tile& of, const StageRange& range,
+#include "hopper/wgrad_positions.cuh"
+#endif
+#ifndef IF_REGIONS
+#define IF_REGIONS(...)
+#endif
+
+DEVICE void produce(const Maps& maps, const WgradNhwcArguments& arg, IF_REGIONS(const Regions& regions,) const Tile& of, const StageRange& range,
                     const Ring& ring) {
   int c[X_BLOCKS];
-  uint32_t offsets[X_BLOCKS];  // of a block's tap, packed as the loads take them: along w in 16 bits, h in 8, d in 8
+  Tap taps[X_BLOCKS];
 #pragma unroll
   for (int i = 0; i < X_BLOCKS; ++i) {
     const Column column(arg, of.block + i);
     const Divided row(column.tap, arg.tap_s, arg.by_tap_s), slice(row.quotient, arg.tap_r, arg.by_tap_r);
     c[i] = of.pack * (int)arg.columns + column.channel;
-    offsets[i] = row.rest * (int)arg.dilation_w | slice.rest * (int)arg.dilation_h << 16 | slice.quotient * (int)arg.dilation_d << 24;
+    taps[i].find(arg, row.rest, slice.rest, slice.quotient);
   }
-  const int k = of.pack * (int)arg.rows + of.row, spatial_dims = (int)arg.spatial_dims;
+  const int k = of.pack * (int)arg.rows + of.row;
+  Loads loads{maps, arg IF_REGIONS(, regions)};
   Ring::Position at;
   fill_stages(ring, at, range.first, range.last, [&](int step, uint32_t dy, uint32_t arrived) {
     const uint32_t x = dy + DY_BLOCKS * BLOCK_BYTES;
-    const Divided of_image(step, arg.image_stages, arg.by_image_stages);  // PLANES: a stage lies in an image
-    const LoadBase base(arg, step * BLOCK_K);
-    const int position = PLANES ? of_image.rest * BLOCK_K : step * BLOCK_K, image = PLANES ? of_image.quotient : 0;
-    // a box of positions and channels, whichever of them are neighbours
-    auto load = [&](uint32_t to, const CUtensorMap* map, int channel) {
-      load_box(to, map, arrived, PLANES ? position : channel, PLANES ? channel : position, image);
-    };
+    const StageLoads stage(loads, step);
     barrier_expect(arrived, (of.dy_blocks + of.x_blocks) * BLOCK_BYTES);
 #pragma unroll
-    for (int i = 0; i < DY_BLOCKS; ++i)
-      if (i < of.dy_blocks) load(dy + i * BLOCK_BYTES, map_dy, k + CHANNELS * i);
+    for (int i = 0; i < DY_BLOCKS; ++i) stage.load_dy(i < of.dy_blocks, dy + i * BLOCK_BYTES, arrived, k + CHANNELS * i);
 #pragma unroll
-    for (int i = 0; i < X_BLOCKS; ++i)
-      if (i < of.x_blocks && (PLANES || spatial_dims == 0))
-        load(x + i * BLOCK_BYTES, map_x, c[i]);
-      else if (i < of.x_blocks)
-        load_im2col(spatial_dims, x + i * BLOCK_BYTES, map_x, arrived, c[i], base, offsets[i] & 0xffff, offsets[i] >> 16 & 0xff, offsets[i] >> 24);
+    for (int i = 0; i < X_BLOCKS; ++i) stage.load_x(i < of.x_blocks, x + i * BLOCK_BYTES, arrived, c[i], taps[i]);
   });
 }
-
-#endif
 
 // ---- sums to dw, or to a part of it
 #include "hopper/wgrad_store.cuh"
@@ -250,13 +196,6 @@ DEVICE void leave(const Sums& sums, float* to) {
 }
 #endif
 
-#if BORDERED
-#define IF_REGIONS(...) __VA_ARGS__
-#define IF_MAPS(...)
-#else
-#define IF_REGIONS(...)
-#define IF_MAPS(...) __VA_ARGS__
-#endif
 #if FLIPPED
 #define IF_FLIPPED(...) __VA_ARGS__
 #else
@@ -264,17 +203,18 @@ DEVICE void leave(const Sums& sums, float* to) {
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, SHARES ? 2 : 1)
-    hopper_wgrad(IF_MAPS(const __grid_constant__ CUtensorMap map_dy, const __grid_constant__ CUtensorMap map_x,)
-                    IF_REGIONS(const __grid_constant__ RegionMaps maps,) void* __restrict__ to,
-                    IF_FLIPPED(const data_t* __restrict__ x, const data_t* __restrict__ dy,)
-                    const __grid_constant__ WgradNhwcArguments arg IF_FLIPPED(, const __grid_constant__ FlippedArguments flip)
-                    IF_REGIONS(, const __grid_constant__ Regions regions)) {
+    hopper_wgrad(const __grid_constant__ Maps maps, void* __restrict__ to, IF_FLIPPED(const data_t* __restrict__ x, const data_t* __restrict__ dy,)
+                 const __grid_constant__ WgradNhwcArguments arg IF_FLIPPED(, const __grid_constant__ FlippedArguments flip)
+                 IF_REGIONS(, const __grid_constant__ Regions regions)) {
   extern __shared__ uint8_t dynamic[];
   __shared__ alignas(8) uint64_t barriers[2 * STAGES];
   const Ring ring(dynamic, barriers);
   float* const sums = (float*)(dynamic + (ring.stages - shared_address(dynamic)));
   begin_block(ring, 1, CONSUMERS, [&] {
-    IF_MAPS(prefetch_map(&map_dy); prefetch_map(&map_x);)
+    if (!BORDERED) {
+      prefetch_map(maps.dy);
+      prefetch_map(maps.x);
+    }
   });
   const Tile of(arg);
   const StageRange range(of.split, (int)arg.part, (int)arg.stages);
@@ -296,7 +236,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, SHARES ? 2 : 1)
   } else {
     if constexpr (PRODUCTS == 2) registers_down<TALL ? 40 : 56>();
     if (threadIdx.x != CONSUMER_THREADS) return;
-    IF_MAPS(produce(&map_dy, &map_x, arg, of, range, ring);)
-    IF_REGIONS(produce(maps, regions, arg, of, range, ring);)
+    produce(maps, arg, IF_REGIONS(regions,) of, range, ring);
   }
 }

@@ -5,8 +5,8 @@
 //   ANEW      y[result, c] = that sum over all places that show it, once more
 //   gemm m: result of the rims of all images | gemm n: channel of y in its group | gemm k: (place, tap, channel of x)
 //
-// Mapping  block -> 64 results x 64 channels. Results come region by region; in a region by their place in the rims, then by image, so that those of a
-//          block mostly have the same places and taps: it goes through all, and skips those by which none of its results meets x.
+// Mapping  block -> 64 results x 64 channels. Results are in an order (rim.cuh) in which those of a block mostly have the same places and taps: it goes
+//          through all, and skips those by which none of its results meets x.
 //          warp -> 32 results x 16 channels.
 // Memory   shared: STAGES stages of 128 bytes of channels of x for each result, and of w for each channel of y, 16 bytes apart for ldmatrix; and for each
 //          place and tap which pixel of x each result meets. Later stages are on their way during a product: where 16 bytes of channels are neighbours
@@ -36,54 +36,7 @@ constexpr int STEP = 128 / sizeof(data_t), IN_WORD = 4 / sizeof(data_t), IN_PIEC
 constexpr int STAGE_BYTES = (PIXELS + CHANNELS) * PITCH;
 [[maybe_unused]] constexpr int LARGER = 4096;  // core/tf32.cuh
 
-// A result in the rims, and the places that it has.
-struct Rim {
-  int image, pixel;
-  Places of_d, of_h, of_w;
-  DEVICE Rim(const RimsArguments& arg, int number) {
-    const int images = (int)arg.images;
-    int region = 0, rest = number, rims, plain;
-    for (;;) {
-      ++region;
-      rims = (region & 1 ? (int)arg.rim_w : 1) * (region & 2 ? (int)arg.rim_h : 1) * (region & 4 ? (int)arg.rim_d : 1);
-      plain = (region & 1 ? 1 : (int)arg.plain_w) * (region & 2 ? 1 : (int)arg.plain_h) * (region & 4 ? 1 : (int)arg.plain_d);
-      if (region == 7 || rest < rims * plain * images) break;
-      rest -= rims * plain * images;
-    }
-    int in_plain = rest % max(plain, 1), in_rims = rest / max(plain, 1);
-    image = in_rims % images;
-    in_rims /= images;
-    const auto next = [](int& from, int n) {
-      const int at = from % max(n, 1);
-      from /= max(n, 1);
-      return at;
-    };
-    const int in_w = region & 1 ? next(in_rims, (int)arg.rim_w) : next(in_plain, (int)arg.plain_w);
-    const int in_h = region & 2 ? next(in_rims, (int)arg.rim_h) : next(in_plain, (int)arg.plain_h);
-    const int in_d = region & 4 ? next(in_rims, (int)arg.rim_d) : next(in_plain, (int)arg.plain_d);
-    const int w = RESULT_OF(in_w, region & 1, w), h = RESULT_OF(in_h, region & 2, h), d = RESULT_OF(in_d, region & 4, d);
-    pixel = (d * (int)arg.y_h + h) * (int)arg.y_w + w;
-    of_d = PLACES_OF(d, d);
-    of_h = PLACES_OF(h, h);
-    of_w = PLACES_OF(w, w);
-  }
-};
-
-#if PRODUCTS == 3
-// One sum in plain float32; x and w begin at the image's and the channel's first elements.
-static __device__ __noinline__ float recompute_fp32(const RimsArguments& arg, const data_t* x, const data_t* w, const Rim& rim) {
-  float sum = 0;
-  EACH_TAP(a, rim.of_d, t_, t, d_, d)
-  EACH_TAP(b, rim.of_h, r_, r, h_, h)
-  EACH_TAP(c, rim.of_w, s_, s, w_, w)
-  if (GRADIENT != ADDS || (a | b | c)) {
-    const data_t* from = x + ((d_ * (int)arg.x_h + h_) * (int)arg.x_w + w_) * arg.x_pixel;
-    const data_t* by = w + ((t_ * (int)arg.r + r_) * (int)arg.s + s_) * arg.w_tap;
-    for (int k = 0; k < (int)arg.read; ++k) sum = fmaf(from[k * arg.x_channel], by[k * arg.w_read], sum);
-  }
-  return sum;
-}
-#endif
+#include "mma/rim.cuh"
 
 // Neighbours in gemm k that make a word, as they are loaded: at once, wherever they are, so that no load waits for another. `word` has zeros for those
 // that are not there.
