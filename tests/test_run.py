@@ -328,7 +328,7 @@ def test_ctrl_c_at_any_time_is_told_in_one_line_and_leaves_nothing(opencl, fast_
         time.sleep(seconds)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=400)
-    err = err.removeprefix("1 error generated.\n")  # PoCL's own, where Ctrl-C ended its compiler
+    err = err.replace("1 error generated.\n", "")  # PoCL's own, where Ctrl-C ended its compiler
     assert (process.returncode, out, err.removesuffix(COMPILING)) == (INTERRUPTED, "", "interrupted\n")
     assert names() == sorted(["w.npy", "x.npy", *([start[0]] if start[0] != "-m" else [])])
 
