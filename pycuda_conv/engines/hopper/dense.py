@@ -12,7 +12,6 @@ import operator
 from collections.abc import Hashable, Iterator, Mapping
 from itertools import product
 
-from pycuda_conv.engines.addressing import MOST_PIXELS
 from pycuda_conv.engines.base import ConvProblem, VariantSet, fixed
 from pycuda_conv.engines.costs import costs, together
 from pycuda_conv.engines.geometry import batches, ceil, count_phases, repeats, too_many_phases
@@ -24,7 +23,7 @@ from pycuda_conv.engines.hopper.dense_form import DenseNhwc
 from pycuda_conv.engines.hopper.dense_launches import schedule
 from pycuda_conv.engines.hopper.ring import sum_bytes
 from pycuda_conv.engines.layout import transpose_filter
-from pycuda_conv.engines.limits import HOPPER, Takes, Tiles
+from pycuda_conv.engines.limits import HOPPER, PIXELS_IN_32_BITS, Takes, Tiles
 from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, why_not_one_product
 from pycuda_conv.runtime.base import Device
 
@@ -73,8 +72,7 @@ TAKES = Takes(
     ),
     why_not_one_product,
     ("tensor loads take a pixel's channels, of a multiple of 16 bytes", lambda p: p.operand_channels * p.itemsize % 16 == 0),
-    ("it counts pixels in 32 bits", lambda p: p.N * max(math.prod(p.result_size), math.prod(p.operand_size)) < MOST_PIXELS),
-    lambda p: too_many_phases(p, besides_repeats=True),
+    PIXELS_IN_32_BITS, lambda p: too_many_phases(p, besides_repeats=True),
     ("tensor loads can't make its padding or dilation", lambda p: form.addressed(p) is not None),
 )  # fmt: skip
 LEGAL = Tiles(TAKES, DenseNhwc, _fits, BLOCK_M=(64, 128, 256), BLOCK_N=COLUMNS, CLUSTER=CLUSTERS)
