@@ -152,7 +152,7 @@ def schedule(problem: ConvProblem, config: LibraryFft, device: Device, with_mome
 
 
 def _finish(problem: ConvProblem, args: Transforms, sums: int, limits: int) -> KernelLaunch:
-    w_group, w_written, w_read = filter_strides(problem)
+    w_group, w_written, w_read, _ = filter_strides(problem)
     forward, size = problem.direction == "fprop", math.prod(problem.result_shape)
     axes = [i for i in range(3) if not problem.input_size[i] == problem.filter_size[i] == problem.output_size[i] == 1] or [2]
 

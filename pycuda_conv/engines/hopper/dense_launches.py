@@ -54,7 +54,7 @@ def schedule(
     kept = Arena(PACKED)
     place = kept.take(problem.itemsize * math.prod(problem.weight_shape))
     # strides of the filter, in elements: of a channel of the result, of a tap (1), of a channel of the input
-    _, row, channel = filter_strides(problem)
+    _, row, channel, _ = filter_strides(problem)
     prepare, steps = [[transpose_filter.launch(problem, place, (row, 1, channel))]], products(place, False)
     if not in_place and problem.direction == "dgrad":
         width = problem.weight_shape[1]

@@ -123,10 +123,6 @@ DEEPEST: list[GatherNhwc] = [
 def schedule(problem: ConvProblem, config: GatherNhwc, device: Device, with_moments: bool = False) -> Schedule:
     taps, size = math.prod(problem.filter_size), problem.itemsize
     elements = taps * problem.operand_channels
-    # strides of the filter, in elements: of a channel of the result, of a tap (1), of a channel of the input
-    _, row, channel = filter_strides(problem)
-    width = problem.weight_shape[1]
-    of_taps_last = (taps * width, width, 1) if problem.direction == "fprop" else (1, width, taps * width)
 
     def lies(steps: tuple[int, int, int]) -> bool:
         along_taps = taps == 1 or steps[1] == problem.operand_channels
@@ -136,13 +132,15 @@ def schedule(problem: ConvProblem, config: GatherNhwc, device: Device, with_mome
     kept = Arena(PACKED)
     place = kept.take(problem.result_channels * pitch * size)
 
-    def from_filter(steps: tuple[int, int, int]) -> list[list[KernelLaunch]]:
+    def from_filter(last: bool) -> list[list[KernelLaunch]]:
+        _, row, channel, tap = filter_strides(problem, last)
+        steps = row, tap, channel
         if lies(steps):
             return [[_product(problem, config, WEIGHT, pitch, device)]]
         return [[transpose_filter.launch(problem, place, steps, pitch)], *products]
 
     products = [[_product(problem, config, place, pitch, device)]]
-    whole, last = from_filter((row, 1, channel)), from_filter(of_taps_last)
+    whole, last = from_filter(False), from_filter(True)
     if len(whole) == 1:
         return Schedule([], whole, whole, 0, 0, filter_last=last)
     return Schedule(whole[:1], products, whole, 0, kept.used, filter_last=last)
