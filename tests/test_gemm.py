@@ -454,7 +454,7 @@ def test_blocks_compute_once_more_what_is_flagged(case, mode, config, how):
     problem = asked(case, mode)
     problem = replace(problem, has_scale=how == "residual", has_residual=how == "residual", activation="gelu" if how == "gelu" else None)
     kernels = [step.kernel for stage in program_of(problem, config, 3).whole for step in stage]
-    assert set(kernels) == {"pack", ig.KERNEL}
+    assert set(kernels) == {"pack", gemm_tiles.KERNEL}
     number = MENDED.index((case, mode, config))
     kinds = [list(enumerate(CHANGED.items()))[(number + i) % len(CHANGED)] for i in ((0, 2) if how == "sums" else (3,))]  # by turns
     for seed, (kind, change) in kinds:

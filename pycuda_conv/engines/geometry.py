@@ -185,19 +185,18 @@ def _strides(problem: ConvProblem, channels: int, plane: int, read: bool) -> Str
     return Strides(plane, images, groups * images, 1) if read else Strides(plane, channels * images, images, 1)
 
 
-def filter_strides(problem: ConvProblem) -> tuple[int, int, int]:
-    """Strides of the filter, in elements: of a group, of a channel of the result, of a channel of the input. Taps are contiguous."""
+def filter_strides(problem: ConvProblem, last: bool = False) -> tuple[int, int, int, int]:
+    """Strides of the filter, in elements: of a group, of a channel of the result, of a channel of the input, and of a tap.
+
+    `last`: the filter's second axis is last in memory. In C order taps are contiguous.
+    """
     taps, groups = math.prod(problem.filter_size), problem.groups
     read, written = problem.operand_channels // groups, problem.result_channels // groups
     if problem.layout == "CNHW":
-        return written * taps, taps, groups * written * taps
-    return (written * read * taps, *((read * taps, taps) if problem.direction == "fprop" else (taps, written * taps)))
-
-
-def filter_last_strides(problem: ConvProblem) -> tuple[int, int, int]:
-    """Strides of one group of a filter whose second axis is last in memory: of the channels, as in :func:`filter_strides`, and of a tap."""
-    taps, width = math.prod(problem.filter_size), problem.weight_shape[1]
-    return (taps * width, 1, width) if problem.direction == "fprop" else (1, taps * width, width)
+        return written * taps, taps, groups * written * taps, 1
+    width = problem.weight_shape[1]
+    first, second, tap = width * taps, 1 if last else taps, width if last else 1
+    return (written * read * taps, *((first, second) if problem.direction == "fprop" else (second, first)), tap)
 
 
 # ---- borders

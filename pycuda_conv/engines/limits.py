@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from itertools import chain, product
+from math import prod
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+from pycuda_conv.engines.addressing import MOST_PIXELS
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.geometry import pixel_by_pixel
 from pycuda_conv.engines.schedule import grid_refusal
@@ -59,6 +61,10 @@ TWO_AXES: Limit = "it takes at most two spatial axes", lambda problem: not probl
 POINTWISE: Limit = "it takes 1x1 filters without stride and padding", pixel_by_pixel
 UNIT_STEPS: Limit = "it takes filters without stride and dilation", lambda problem: max(problem.stride) == max(problem.dilation) == 1
 IN_32_BITS: Limit = "it counts in 32 bits", lambda problem: problem.largest_array < 2**31
+PIXELS_IN_32_BITS: Limit = "it counts pixels in 32 bits", lambda p: p.N * max(prod(p.result_size), prod(p.operand_size)) < MOST_PIXELS
+ALL_IN_32_BITS: Limit = (
+    "it counts elements and pixels in 32 bits", lambda p: p.largest_array < 2**31 and p.N * prod(p.result_size) < MOST_PIXELS
+)  # fmt: skip
 
 
 def _first(limits: tuple[Limit, ...], *asked: Any) -> str | None:

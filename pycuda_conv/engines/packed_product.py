@@ -11,7 +11,7 @@ from typing import Any
 
 from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing, flagged, packed_layout
 from pycuda_conv.engines.base import FLAG, kernel_struct
-from pycuda_conv.engines.geometry import Phase, arguments, by_axis, filter_last_strides, places, row_major, written_strides
+from pycuda_conv.engines.geometry import Phase, arguments, by_axis, filter_strides, places, row_major, written_strides
 from pycuda_conv.engines.packing import Operands, pack_operands
 from pycuda_conv.engines.range_guard import MomentsLayout
 from pycuda_conv.engines.schedule import RESULT, WORKSPACE, Arena, Moments, Schedule
@@ -67,7 +67,7 @@ def first_ones(addressings: Sequence[PhaseAddressing], many: Size3) -> list[Phas
 
 def repeat_arguments(problem: ConvProblem, packed: PackedLayout, phases: int, many: Size3, filter_last: bool = False) -> Any:
     """The arguments of a launch in which `phases` phases take turns with their repeats. `filter_last`: the filter's second axis is last."""
-    w_tap = filter_last_strides(problem)[2] if filter_last else 1
+    *_, w_tap = filter_strides(problem, filter_last)
     pixel = problem.result_channels if problem.layout == "NHWC" else 1
     return arguments(
         Repeats, phases=phases, turns=phases * math.prod(many), along_r=many[1], along_s=many[2],

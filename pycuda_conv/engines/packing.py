@@ -18,7 +18,6 @@ from pycuda_conv.engines.geometry import (
     arguments,
     by_axis,
     ceil,
-    filter_last_strides,
     filter_strides,
     near_sides,
     read_strides,
@@ -157,7 +156,7 @@ def packed_array(
     groups, count = problem.groups, limbs(problem)
     blocks, taps, channel_blocks = filter_sizes(problem, packed)
     read, written = problem.operand_channels // groups, problem.result_channels // groups
-    w_group, w_row, w_channel = filter_strides(problem)
+    w_group, w_row, w_channel, _ = filter_strides(problem)
     (_, r, s), all_taps = problem.filter_size, math.prod(problem.filter_size)
 
     def folding(values: Size3, instead: int) -> Size3:
@@ -325,8 +324,8 @@ def _with_filter(
 ) -> tuple[PackedArray, int]:
     """`images` with the arguments by which their launch packs so many `rows` of the filter too; and the number of parts of these rows."""
     written, shared = problem.result_channels, images.filter_shared
-    strides = dict(zip(("w_m", "w_c", "w_tap"), filter_last_strides(problem), strict=True)) if filter_last else {}
-    args, channels = images.arguments._replace(**strides), problem.operand_channels // problem.groups
+    _, w_m, w_c, w_tap = filter_strides(problem, filter_last)
+    args, channels = images.arguments._replace(w_m=w_m, w_c=w_c, w_tap=w_tap), problem.operand_channels // problem.groups
     short = args.fitting == channels and WARPS * channels * math.prod(problem.filter_size) <= ROWS_ROOM  # one for each warp of a block fits
     if args.w_m == 1 and not packed.level and written // problem.groups % NEIGHBOUR_ROWS == 0:  # without shared memory
         args = arguments(PackArguments, args, fitting=0, part_pieces=0, parts=1, row_bits=NEIGHBOUR_ROWS.bit_length() - 1)

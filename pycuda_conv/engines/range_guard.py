@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from pycuda_conv.engines.direct import gemm as direct_gemm
-from pycuda_conv.engines.geometry import Phase, filter_last_strides, filter_strides, near_sides, phases, read_strides, row_major
+from pycuda_conv.engines.geometry import Phase, filter_strides, near_sides, phases, read_strides, row_major
 from pycuda_conv.engines.schedule import WORKSPACE, Arena, Moments
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import limbs
@@ -58,11 +58,9 @@ RecomputePhase = kernel_struct("recompute.cuh", "RecomputePhase")
 
 def recompute_arguments(problem: ConvProblem, launched: Sequence[Phase], most: int, filter_last: bool) -> tuple[tuple[int, ...], ...]:
     """The structs of ``recompute.cuh`` for a launch of at most `most` phases; `filter_last` as for :func:`guarded`."""
-    x, (w_group, w_m, w_c), channels = read_strides(problem), filter_strides(problem), problem.operand_channels // problem.groups
-    tap_strides = row_major(problem.filter_size)
-    if filter_last:
-        w_m, w_c, w_tap = filter_last_strides(problem)
-        tap_strides = tuple(n * w_tap for n in tap_strides)
+    x, channels = read_strides(problem), problem.operand_channels // problem.groups
+    w_group, w_m, w_c, w_tap = filter_strides(problem, filter_last)
+    tap_strides = tuple(n * w_tap for n in row_major(problem.filter_size))
     if problem.direction == "fprop":  # the launch's phase may have folded taps
         launched = phases(problem)
     args = [

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
-from pycuda_conv.engines.geometry import ceil, filter_last_strides, filter_strides
+from pycuda_conv.engines.geometry import ceil, filter_strides
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch
 
@@ -22,7 +22,7 @@ def grid_refusal(blocks: int) -> str | None:
     return f"its grid is larger than {GRID_LIMIT:,} blocks" if blocks > GRID_LIMIT else None
 
 
-#: Elements from one group of a filter to the next, one channel of the result, one of the input, and one tap.
+#: Those of :func:`filter_strides`.
 Strides4 = tuple[int, int, int, int]
 
 
@@ -91,9 +91,8 @@ class Schedule:
     @classmethod
     def reading(cls, problem: ConvProblem, steps: Callable[[Strides4], list[list[KernelLaunch]]], last: bool = True) -> Schedule:
         """Launches that read the filter as it lies; `steps` makes them from its strides. With `last` also if its second axis is last."""
-        group, row, channel = filter_strides(problem)
-        made = cls.plain(steps((group, row, channel, 1)))
-        return replace(made, filter_last=steps((group, *filter_last_strides(problem)))) if last else made
+        made = cls.plain(steps(filter_strides(problem)))
+        return replace(made, filter_last=steps(filter_strides(problem, True))) if last else made
 
 
 def placed(where: BufferSlice) -> tuple[int, int]:

@@ -91,7 +91,7 @@ def _serves_last(problem: ConvProblem, config: ByImages) -> str | None:
     return engine.refusal(last, delegate)
 
 
-TAKES = Takes(("it computes images, not gradients by the filter", lambda p: p.direction != "wgrad"), NOT_EMPTY)
+TAKES = Takes(NOT_EMPTY)
 LEGAL = Tiles(
     TAKES, ByImages,
     lambda p, config: None if config.IMAGES < p.N else "there are not so many images",

@@ -110,11 +110,8 @@ def adds_border(source: ConvProblem, problem: ConvProblem, config: Config) -> bo
     return isinstance(config, Wgrad) and config.FILTERS == 1
 
 
-BORDERED_TAP = 0.8e-6  # microseconds that a product of ``direct/wgrad.cu`` takes longer where a pixel's place has to be found
-
-
 def border_time(source: ConvProblem, config: Config) -> float:
-    return BORDERED_TAP * source.macs
+    return float(COST.BORDERED_TAP * source.macs)
 
 
 def schedule(

@@ -19,7 +19,6 @@ from pycuda_conv.engines.geometry import (
     by_axis,
     ceil,
     few_have_taps,
-    filter_last_strides,
     filter_strides,
     finish,
     needs_64_bits,
@@ -123,11 +122,8 @@ def _product(problem: ConvProblem, config: Gemm, phase: Phase, filter_last: bool
     m, reduction = problem.result_channels // groups, problem.operand_channels // groups
     plane, gemm_k = math.prod(phase.size), reduction * math.prod(phase.taps)
     x, y = read_strides(problem), written_strides(problem)
-    w_g, w_m, w_c = filter_strides(problem)
-    tap_strides = row_major(problem.filter_size)
-    if filter_last:
-        w_m, w_c, w_tap = filter_last_strides(problem)
-        tap_strides = tuple(n * w_tap for n in tap_strides)
+    w_g, w_m, w_c, w_tap = filter_strides(problem, filter_last)
+    tap_strides = tuple(n * w_tap for n in row_major(problem.filter_size))
     contiguous_taps = problem.direction == "fprop" and w_c == math.prod(problem.filter_size) and gemm_k % 4 == 0 and gemm_k > 0
     pointwise = phase.taps == (1, 1, 1) and phase.stride == (1, 1, 1) and phase.pad == (0, 0, 0) and phase.size == problem.operand_size
     fours = problem.layout != "NHWC" and plane % 4 == 0  # four neighbouring pixels lie in one plane

@@ -56,7 +56,7 @@ def _grid(problem: ConvProblem, config: PatchWgrad) -> int:
     return m_tiles * ceil(_columns(problem), config.BLOCK_N) * problem.groups * config.SLICES
 
 
-TAKES = Takes(("it computes gradients of filters", lambda problem: problem.layout in LAYOUTS))
+TAKES = Takes()  # all
 LEGAL = Tiles(TAKES, PatchWgrad, blocks=_grid, together={("BLOCK_M", "BLOCK_N"): TILES})
 
 

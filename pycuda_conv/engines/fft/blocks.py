@@ -283,7 +283,7 @@ def _arguments(
     (t, r, s), (o, p, _), (d, h, w) = problem.filter_size, problem.result_size, read.operand_size
     sides = None if source is None or of_filter else near_sides(source)
     groups, written, linear = problem.groups, problem.result_channels // problem.groups, _is_line(problem)
-    f_group, f_written, _ = filter_strides(problem)
+    f_group, f_written, *_ = filter_strides(problem)
     forward, taps, of_block = problem.direction == "fprop", t * r * s, math.prod(config.lengths)
     length_d, length_h, length_w = config.lengths
     rows = length_d * length_h

@@ -99,16 +99,12 @@ def transforms(problem: ConvProblem) -> Transforms:
     )  # fmt: skip
 
 
-#: What a number of a block costs besides log2 of the block's length: copies, the product; the factor for blocks that leave the cache;
-#: and what Python does for a block.
-PASSES, FAR, CACHE_BYTES, OF_BLOCK = 6.0, 1.35, 1 << 20, 3e4
-
-
 def _cost(length: tuple[int, ...], blocks: int, filters: int, planes: int, products: float) -> float:
     """Operations, or about so many, of all transforms with their products."""
     numbers = math.prod(length)
-    far = FAR if 8 * numbers > CACHE_BYTES else 1.0
-    return blocks * OF_BLOCK + far * numbers * ((blocks * planes + filters) * (math.log2(max(numbers, 2)) + PASSES) + 2 * blocks * products)
+    far = COST.FAR if 8 * numbers > COST.CACHE_BYTES else 1.0
+    passes = math.log2(max(numbers, 2)) + COST.PASSES
+    return float(blocks * COST.OF_BLOCK + far * numbers * ((blocks * planes + filters) * passes + 2 * blocks * products))
 
 
 def _whole(size: int, apart: int, first: int, reach: int, wanted: int, stride: int) -> int:
@@ -156,7 +152,7 @@ def schedule(problem: ConvProblem, config: LibraryFft, device: Device, with_mome
 
 
 def _finish(problem: ConvProblem, args: Transforms, sums: int, limits: int) -> KernelLaunch:
-    w_group, w_written, w_read = filter_strides(problem)
+    w_group, w_written, w_read, _ = filter_strides(problem)
     forward, size = problem.direction == "fprop", math.prod(problem.result_shape)
     axes = [i for i in range(3) if not problem.input_size[i] == problem.filter_size[i] == problem.output_size[i] == 1] or [2]
 

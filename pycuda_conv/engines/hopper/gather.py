@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from pycuda_conv.engines.addressing import MOST_PIXELS
 from pycuda_conv.engines.base import Config, ConvProblem, VariantSet, costs, fixed, kernel_struct
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_strides, phases
 from pycuda_conv.engines.hopper.common import (
@@ -31,7 +30,7 @@ from pycuda_conv.engines.hopper.common import (
 from pycuda_conv.engines.hopper.common import COST as HOPPER_COST
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes, with_most_stages
 from pycuda_conv.engines.layout import transpose_filter
-from pycuda_conv.engines.limits import HOPPER, Takes, Tiles
+from pycuda_conv.engines.limits import ALL_IN_32_BITS, HOPPER, ONE_GROUP, Takes, Tiles
 from pycuda_conv.engines.packed_product import written_places
 from pycuda_conv.engines.schedule import FINISH, INPUT, PACKED, RESULT, WEIGHT, Arena, Schedule, finishing, placed
 from pycuda_conv.engines.tensor_cores import ELEMENTS, why_not_one_product
@@ -95,11 +94,10 @@ def _fits(problem: ConvProblem, config: GatherNhwc) -> str | None:
 
 
 TAKES = Takes(
-    ("it takes arrays with their channels last, of one group", lambda p: p.layout == "NHWC" and p.groups == 1), why_not_one_product,
+    ONE_GROUP, why_not_one_product,
     ("it computes gradients of convolutions without stride", lambda p: p.direction != "dgrad" or p.stride == (1, 1, 1)),
     ("its copies are of 4 bytes", lambda p: _runs(p).copy > 0),
-    ("it counts elements and pixels in 32 bits", lambda p: p.largest_array < 2**31 and p.N * math.prod(p.result_size) < MOST_PIXELS),
-    (f"its masks have {MOST_TAPS} taps: of rows, columns and slices", lambda p: sum(_runs(p).taps) <= MOST_TAPS),
+    ALL_IN_32_BITS, (f"its masks have {MOST_TAPS} taps: of rows, columns and slices", lambda p: sum(_runs(p).taps) <= MOST_TAPS),
 )  # fmt: skip
 LEGAL = Tiles(TAKES, GatherNhwc, _fits, BLOCK_M=(64, 128), BLOCK_N=COLUMNS, CLUSTER=CLUSTERS)
 
@@ -125,10 +123,6 @@ DEEPEST: list[GatherNhwc] = [
 def schedule(problem: ConvProblem, config: GatherNhwc, device: Device, with_moments: bool = False) -> Schedule:
     taps, size = math.prod(problem.filter_size), problem.itemsize
     elements = taps * problem.operand_channels
-    # strides of the filter, in elements: of a channel of the result, of a tap (1), of a channel of the input
-    _, row, channel = filter_strides(problem)
-    width = problem.weight_shape[1]
-    of_taps_last = (taps * width, width, 1) if problem.direction == "fprop" else (1, width, taps * width)
 
     def lies(steps: tuple[int, int, int]) -> bool:
         along_taps = taps == 1 or steps[1] == problem.operand_channels
@@ -138,13 +132,15 @@ def schedule(problem: ConvProblem, config: GatherNhwc, device: Device, with_mome
     kept = Arena(PACKED)
     place = kept.take(problem.result_channels * pitch * size)
 
-    def from_filter(steps: tuple[int, int, int]) -> list[list[KernelLaunch]]:
+    def from_filter(last: bool) -> list[list[KernelLaunch]]:
+        _, row, channel, tap = filter_strides(problem, last)
+        steps = row, tap, channel
         if lies(steps):
             return [[_product(problem, config, WEIGHT, pitch, device)]]
         return [[transpose_filter.launch(problem, place, steps, pitch)], *products]
 
     products = [[_product(problem, config, place, pitch, device)]]
-    whole, last = from_filter((row, 1, channel)), from_filter(of_taps_last)
+    whole, last = from_filter(False), from_filter(True)
     if len(whole) == 1:
         return Schedule([], whole, whole, 0, 0, filter_last=last)
     return Schedule(whole[:1], products, whole, 0, kept.used, filter_last=last)

@@ -9,12 +9,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-from pycuda_conv.engines.addressing import MOST_PIXELS
 from pycuda_conv.engines.base import FLAG, Config, ConvProblem, VariantSet, costs, fixed, kernel_struct
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, pixel_by_pixel
 from pycuda_conv.engines.hopper.common import CLOCK, ROW, at_once, map_type, most_shared, stage_channels, tight_map
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes, with_most_stages
-from pycuda_conv.engines.limits import HOPPER, ONE_GROUP, Takes, Tiles
+from pycuda_conv.engines.limits import ALL_IN_32_BITS, HOPPER, ONE_GROUP, Takes, Tiles
 from pycuda_conv.engines.schedule import FINISH, INPUT, RESULT, WEIGHT, Schedule, finishing
 from pycuda_conv.engines.tensor_cores import ELEMENTS, why_not_one_product
 from pycuda_conv.runtime.base import Device
@@ -62,7 +61,7 @@ TAKES = Takes(
         "tensor loads take rows of the filter of a multiple of 16 bytes",
         lambda p: _gathers_filter(p) or p.weight_shape[1] * p.itemsize % 16 == 0,
     ),
-    ("it counts elements and pixels in 32 bits", lambda p: p.largest_array < 2**31 and p.N * math.prod(p.result_size) < MOST_PIXELS),
+    ALL_IN_32_BITS,
 )  # fmt: skip
 LEGAL = Tiles(TAKES, GatheredPlanes, _fits, together={("BLOCK_M", "BLOCK_N"): TILES})
 

@@ -82,10 +82,6 @@ def _worth_comparing(problem: ConvProblem) -> Iterator[ImplicitGemm]:
             continue
         if tile.is_twin and math.prod(problem.filter_size) == 1:  # none of these was timed
             continue
-        if tile.is_pingpong and problem.layout == "NHWC" and tile.BLOCK_N % 32:  # rows of channels by TMA: multiples of 32
-            continue
-        if tile.is_pingpong and problem.has_residual and tile.BLOCK_N > 160:  # registers do not hold both the sums and the residual
-            continue
         in_parts = problem.itemsize == 4 or may_split(defines | {"BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N})
         for split in splits(problem, _steps(problem) // 4 if in_parts and not tile.is_pingpong else 1):
             least = _changed(tile, split, tile.depths[-1])

@@ -38,7 +38,7 @@ PIXELS: dict[tuple[bool, bool], tuple[dict[int, tuple[int, ...]], ...]] = {
 }  # fmt: skip
 #: The same for bfloat16 sums that are split, whose fp32 parts need kernels of their own: they have few tiles.
 BFLOAT_PARTS: tuple[dict[int, tuple[int, ...]], ...] = ({128: (64, 128), 64: (64, 144)}, {128: (128,), 64: (64,)}, {64: (64,)}, {64: (64,)})
-#: The same for ping-pong consumers: BLOCK_N by `rarity`.
+#: The same for ping-pong consumers: BLOCK_N by `rarity`, which TMA stores by 32, and for which registers hold a residual beside the sums.
 PINGPONG_PIXELS: tuple[tuple[int, ...], ...] = ((128, 160), (128,), (128,), ())
 #: The same for twins, of 64 rows and dense results.
 TWIN_PIXELS: tuple[tuple[int, ...], ...] = ((128,), (128,), (128,), ())
@@ -328,5 +328,5 @@ def _is_listed(d: Mapping[str, int]) -> bool:
     if d["W_MN_MAJOR"] and (three or not last or d["LOAD_CHANNELS"] != 64 or apart or (d["OUT"] == FLOAT and not dense)):
         return False
     if tile.is_pingpong:
-        return not (parts or d["INTERLEAVE_COLUMNS"] or (last and d["BLOCK_N"] % 32))
+        return not (parts or d["INTERLEAVE_COLUMNS"])
     return not (tile.is_twin and (last or parts)) and (not parts or may_split(d))

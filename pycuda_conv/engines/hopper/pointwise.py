@@ -211,7 +211,7 @@ def _filter(problem: ConvProblem, config: Pointwise, kept: Arena, defines: dict[
     rows, channels = problem.result_channels, problem.operand_channels
     padded = ceil(channels, 4) * 4
     place = kept.take(4 * limbs(problem) * rows * padded)
-    _, row_step, channel_step = filter_strides(problem)
+    _, row_step, channel_step, _ = filter_strides(problem)
     args = arguments(SplitFilter, rows=rows, channels=channels, padded=padded, row_step=row_step, channel_step=channel_step)
     grid = ceil(rows * padded, 256)
     step = KernelLaunch("split_filter", defines, grid, 256, (WEIGHT, place), (), "hopper_pointwise", arch="sm_90a", arguments=args)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from pycuda_conv.engines.hopper import dense
+from pycuda_conv.engines.hopper import dense, dense_form, dense_launches
 from pycuda_conv.engines.hopper.common import ROW, image_map, map_type, stage_channels
-from pycuda_conv.engines.hopper.dense import DenseNhwc
+from pycuda_conv.engines.hopper.dense_form import DenseNhwc
 from pycuda_conv.engines.schedule import FINISH, INPUT, RESULT, WEIGHT, Buffer, finish_constants
 from pycuda_conv.engines.tensor_cores import ELEMENTS
 from pycuda_conv.problem import ConvProblem
@@ -55,25 +55,25 @@ def launch(
 
     Filters have their second axis last in memory. With `joined_filter` there is one, for the channels of both.
     """
-    tile = dense.deepest(config, False)
-    (_, (one,)), (_, (other,)) = dense._addressed(first), dense._addressed(second)
-    behind = dense._arguments(second, tile, other)
-    total = dense._arguments(first, tile, one)
+    tile = dense_form.deepest(config, False)
+    (_, (one,)), (_, (other,)) = dense_form.addressed(first), dense_form.addressed(second)
+    behind = dense_launches.phase_arguments(second, tile, other)
+    total = dense_launches.phase_arguments(first, tile, one)
     blocks = total.blocks + behind.blocks
-    total, behind = total._replace(blocks=blocks, part=blocks, last_steps=dense.STEPS), behind._replace(last_steps=dense.STEPS)
+    total, behind = total._replace(blocks=blocks, part=blocks, last_steps=dense_form.STEPS), behind._replace(last_steps=dense_form.STEPS)
     maps = []
     for problem, addressing, x in ((first, one, INPUT), (second, other, SECOND)):
         w, start, pitch = (SECOND_WEIGHT if x is SECOND else WEIGHT), 0, problem.C
         if joined_filter:
             w, start, pitch = WEIGHT, first.C if x is SECOND else 0, first.C + second.C
-        images = image_map(problem, x, dense._addressed(problem)[0], addressing, tile.BLOCK_M)
+        images = image_map(problem, x, dense_form.addressed(problem)[0], addressing, tile.BLOCK_M)
         maps += [images, images, *[_filter_map(problem, tile, w, start, pitch)] * 2]
     defines = {
         "BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N, "STAGES": tile.STAGES, "TYPE": ELEMENTS[first.dtype], "W_MN_MAJOR": 0,
         "CLUSTER": 1, "PHASES": 1, "SEGMENTS": 2,
     }
-    grid = min(total.tiles, device.multiprocessors * dense._blocks_per_sm(tile))
-    shared, layer = dense._ring(tile, False).nbytes(tile.STAGES), {"WITH_MOMENTS": 0, "LAST_STEPS": dense.STEPS}
+    grid = min(total.tiles, device.multiprocessors * dense_form.blocks_per_sm(tile))
+    shared, layer = dense_form.ring_of(tile, False).nbytes(tile.STAGES), {"WITH_MOMENTS": 0, "LAST_STEPS": dense_form.STEPS}
     return KernelLaunch(
         "hopper_dense", defines, grid, 2 * tile.BLOCK_M + 32, (*FINISH, RESULT, RESULT), (), maps=tuple(maps), shared=shared, arch="sm_90a",
         arguments=(total, behind), layer=finish_constants(total) | layer,

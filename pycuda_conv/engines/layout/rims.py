@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import groupby
 
 from pycuda_conv import borders
-from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_last_strides, filter_strides, near_sides, needs_64_bits
+from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_strides, near_sides, needs_64_bits
 from pycuda_conv.engines.layout import transpose_filter
 from pycuda_conv.engines.schedule import INPUT, OPERANDS, RESULT, WEIGHT, grid_refusal
 from pycuda_conv.engines.struct import kernel_struct
@@ -152,7 +152,7 @@ def transposes(problem: ConvProblem, device: Device) -> bool:
 
 def transposed(problem: ConvProblem, place: BufferSlice, filter_last: bool = False) -> KernelLaunch:
     """The launch that makes such a filter."""
-    _, row, channel = filter_strides(problem)
+    _, row, channel, _ = filter_strides(problem)
     steps = (1, problem.weight_shape[1], math.prod(problem.weight_shape[1:])) if filter_last else (row, 1, channel)
     return transpose_filter.launch(problem, place, steps)
 
@@ -165,9 +165,7 @@ def launch(problem: ConvProblem, device: Device, filter_last: bool = False, plac
     if problem.layout in OF_FILTER:
         return _of_filter(problem, filter_last)
     (size, chunks, outer), tiles = _threads(problem), ceil(results(problem) * problem.N, RESULTS)
-    (_, w_made, w_read), w_tap = filter_strides(problem), 1
-    if filter_last:
-        w_made, w_read, w_tap = filter_last_strides(problem)
+    _, w_made, w_read, w_tap = filter_strides(problem, filter_last)
     made, read = problem.result_channels // problem.groups, problem.operand_channels // problem.groups
     if place is not None:
         w_made, w_read, w_tap = read * math.prod(problem.filter_size), 1, read

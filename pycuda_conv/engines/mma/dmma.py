@@ -231,15 +231,10 @@ def _runs(axis: list[tuple[int, ...]]) -> list[tuple[tuple[int, ...], int]]:
 
 def _pack(problem: ConvProblem, filter_last: bool) -> list[KernelLaunch]:
     """The launches that pack the filter, which has its channels last with `filter_last`."""
-    groups, all_taps = problem.groups, math.prod(problem.filter_size)
+    groups = problem.groups
     rows, channels = problem.result_channels // groups, problem.operand_channels // groups
-    w_group, w_row, w_channel = filter_strides(problem)
-    tap_strides = _tap_strides(problem.filter_size, 1)
-    if filter_last:  # [K][taps][C / groups] of the convolution
-        last = problem.weight_shape[1]
-        w_row, w_channel = (all_taps * last, 1) if problem.direction == "fprop" else (1, all_taps * last)
-        tap_strides = _tap_strides(problem.filter_size, last)
-    found = []
+    w_group, w_row, w_channel, w_tap = filter_strides(problem, filter_last)
+    tap_strides, found = _tap_strides(problem.filter_size, w_tap), []
     for part in _packed_parts(problem):
         (_, r, s), (_, h, w) = part.phase.taps, part.many
         w_base = sum(first * stride for first, stride in zip(part.phase.first, tap_strides, strict=True))
@@ -315,7 +310,7 @@ def _arguments(problem: ConvProblem, config: Dmma, form: _Form, part: _Part, pac
     """The kernel's arguments of a part; `packed`: the filter lies as :func:`_pack` leaves it."""
     groups, phase, (_, r, s) = problem.groups, part.phase, part.phase.taps
     rows, channels, taps = problem.result_channels // groups * part.phases, problem.operand_channels // groups, part.taps
-    w_group, w_row, w_channel = filter_strides(problem)
+    w_group, w_row, w_channel, _ = filter_strides(problem)
     if not form.A_IN_ROWS_OF_K:
         w_row = 1
     if packed:  # the part's own taps, contiguous, or all taps

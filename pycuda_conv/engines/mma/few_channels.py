@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from pycuda_conv.engines.base import FLAG, Config, Device, KernelLaunch, VariantSet, kernel_struct
 from pycuda_conv.engines.costs import bytes_moved, costs
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, read_strides
-from pycuda_conv.engines.limits import AMPERE, NOT_EMPTY, Takes, Tiles, types
+from pycuda_conv.engines.limits import AMPERE, NOT_EMPTY, ONE_GROUP, Takes, Tiles, types
 from pycuda_conv.engines.schedule import GRID_LIMIT, Schedule, finishing
 from pycuda_conv.engines.tensor_cores import ELEMENTS, SHARED_BYTES, is_multiplied, products
 from pycuda_conv.problem import ConvProblem, Size3
@@ -132,8 +132,7 @@ def _wide_loads(problem: ConvProblem) -> bool:
 
 
 TAKES = Takes(
-    ("it computes forward convolutions and gradients by the input, of one group", lambda p: p.layout in LAYOUTS and p.groups == 1),
-    types(*ELEMENTS), NOT_EMPTY,
+    ONE_GROUP, types(*ELEMENTS), NOT_EMPTY,
     ("it takes gradients without a stride from slice to slice", lambda p: p.direction == "fprop" or p.stride[0] == 1),
     (
         "it counts the elements of a slice and of the filter in 32 bits",

@@ -15,7 +15,7 @@ from pycuda_conv.engines import split_sum
 from pycuda_conv.engines.base import Config, ConvProblem, Device, KernelLaunch, VariantSet, kernel_struct
 from pycuda_conv.engines.costs import costs, spread
 from pycuda_conv.engines.geometry import arguments, ceil, even_parts, forward_of
-from pycuda_conv.engines.limits import AMPERE, IN_32_BITS, NOT_EMPTY, TWO_AXES, Takes, Tiles, types
+from pycuda_conv.engines.limits import AMPERE, IN_32_BITS, NOT_EMPTY, ONE_GROUP, TWO_AXES, Takes, Tiles, types
 from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, Schedule
 from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, SHARED_BYTES, limbs, product_rate, products
 
@@ -140,12 +140,8 @@ def _fits(problem: ConvProblem, config: FewChannelsWgrad) -> str | None:
 
 
 TAKES = Takes(
-    (
-        "it takes gradients of filters of one group, from arrays with their channels last",
-        lambda p: p.layout in LAYOUTS and p.groups == 1,
-    ),
-    types(*ELEMENTS), NOT_EMPTY, TWO_AXES, _thin, IN_32_BITS,
-)  # fmt: skip
+    ONE_GROUP, types(*ELEMENTS), NOT_EMPTY, TWO_AXES, _thin, IN_32_BITS,
+)
 LEGAL = Tiles(
     TAKES, FewChannelsWgrad, (f"TILE_Q must be a multiple of {GROUP}", lambda _, config: config.TILE_Q % GROUP == 0), _fits,
     ("each part has a tile", lambda p, config: config.PARTS <= _tiles(p, config)), shared=(_shared_bytes, SHARED_BYTES), blocks=_grid,

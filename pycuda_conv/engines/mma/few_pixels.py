@@ -15,7 +15,7 @@ from pycuda_conv.engines.base import Config, ConvProblem, Device, VariantSet, ke
 from pycuda_conv.engines.costs import MULTIPROCESSORS, costs
 from pycuda_conv.engines.geometry import Phase, arguments, ceil, count_phases, phases, places
 from pycuda_conv.engines.hopper.common import MOST_SHARED
-from pycuda_conv.engines.limits import HOPPER, IN_32_BITS, NOT_EMPTY, TWO_AXES, Takes, Tiles, types
+from pycuda_conv.engines.limits import HOPPER, IN_32_BITS, NOT_EMPTY, ONE_GROUP, TWO_AXES, Takes, Tiles, types
 from pycuda_conv.engines.schedule import Schedule, finishing
 from pycuda_conv.engines.tensor_cores import ELEMENTS, is_multiplied, products
 
@@ -145,7 +145,7 @@ def _phase(
 
 
 TAKES = Takes(
-    ("it takes NCHW arrays of one group", lambda p: p.layout == "NCHW" and p.groups == 1), types(*ELEMENTS), NOT_EMPTY, TWO_AXES,
+    ONE_GROUP, types(*ELEMENTS), NOT_EMPTY, TWO_AXES,
     (f"it takes filters of up to {MOST_STEPS} taps", lambda p: math.prod(p.filter_size) <= MOST_STEPS),
     (
         "a channel's part of the filter is a multiple of 16 bytes",

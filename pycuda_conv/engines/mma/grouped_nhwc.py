@@ -13,12 +13,11 @@ from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple
 
-from pycuda_conv.engines.addressing import MOST_PIXELS
 from pycuda_conv.engines.base import Config, ConvProblem, Device, KernelLaunch, VariantSet, kernel_struct
 from pycuda_conv.engines.channel_units import COLUMNS, MOST_STEPS, STEP, chunks_read, cut, pitch, widths, worth_it
 from pycuda_conv.engines.costs import costs, spread, together
 from pycuda_conv.engines.geometry import Phase, PhaseAxis, arguments, batches, ceil, phases, row_major, too_many_phases
-from pycuda_conv.engines.limits import AMPERE, TWO_AXES, Takes, Tiles
+from pycuda_conv.engines.limits import AMPERE, PIXELS_IN_32_BITS, TWO_AXES, Takes, Tiles
 from pycuda_conv.engines.schedule import Schedule, finishing
 from pycuda_conv.engines.tensor_cores import ELEMENTS, SHARED_BYTES, product_rate, why_not_one_product
 
@@ -130,10 +129,9 @@ def _shared_bytes(problem: ConvProblem, config: GroupedNhwc) -> int:
 
 
 TAKES = Takes(
-    ("it takes arrays with their channels last", lambda p: p.layout == "NHWC"), why_not_one_product, TWO_AXES,
+    why_not_one_product, TWO_AXES,
     ("it loads a pixel's channels by 16 bytes", lambda p: p.operand_channels * p.itemsize % 16 == 0), _few_steps,
-    ("it counts pixels in 32 bits", lambda p: p.N * max(math.prod(p.result_size), math.prod(p.operand_size)) < MOST_PIXELS),
-    too_many_phases,
+    PIXELS_IN_32_BITS, too_many_phases,
 )  # fmt: skip
 LEGAL = Tiles(
     TAKES, GroupedNhwc, (f"TILE_P must be a multiple of {ROWS}", lambda _, config: config.TILE_P % ROWS == 0),

@@ -108,8 +108,7 @@ def _fits(problem: ConvProblem, config: GroupedWgrad) -> str | None:
 
 
 TAKES = Takes(
-    ("it takes gradients of filters, from arrays with their channels last", lambda p: p.layout in LAYOUTS), HALVES, NOT_EMPTY, TWO_AXES,
-    _lie_well, ("it counts elements of the filter in 32 bits", lambda p: math.prod(p.result_shape) < 2**31),
+    HALVES, NOT_EMPTY, TWO_AXES, _lie_well, ("it counts elements of the filter in 32 bits", lambda p: math.prod(p.result_shape) < 2**31),
 )  # fmt: skip
 LEGAL = Tiles(
     TAKES, GroupedWgrad, _fits, ("each part has a tile", lambda p, config: config.PARTS <= _tiles(p, config)),
