@@ -76,7 +76,7 @@ def _by_taps(x: Any, w: Any, stride: tuple, dilation: tuple, transposed: bool) -
 def convolved(
     transposed: bool, x: Any, w: Any, b: Any = None, *, stride=1, padding=0, output_padding=0, dilation=1, groups=1
 ) -> Any:  # fmt: skip
-    """The (transposed) convolution of torch's tensors. Padding is done by hand, so uneven pairs and crops are independent of the package."""
+    """The (transposed) convolution of torch's tensors. Padding is done by hand: uneven pairs and crops are independent of the package."""
     torch = pytest.importorskip("torch", reason="the reference is torch's CPU convolution")
     F, ndim = torch.nn.functional, w.dim() - 2
     stride, dilation = _tuple(stride, ndim), _tuple(dilation, ndim)

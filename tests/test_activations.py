@@ -61,10 +61,9 @@ def test_numbers(device, activation, dtype):
     word = activation[0] if isinstance(activation, tuple) else activation
     low = {"relu": 0, "relu6": 0, "leaky_relu": -np.inf}.get(word, np.nan)  # -inf * 0 is no number, in torch either
     specials = np.array([[[np.nan, np.inf, -np.inf]]], dtype)
-    found = pc.conv1d(specials, one, activation=activation, device=device)[0, 0].astype(float)
-    assert np.isnan(found[0]) and found[1] == (6 if word == "relu6" else np.inf) and np.array_equal(found[2], low, equal_nan=True)
-    found = pc.conv1d(specials, one, residual=specials, activation=activation, device=device)[0, 0].astype(float)
-    assert np.isnan(found[0]) and found[1] == (6 if word == "relu6" else np.inf) and np.array_equal(found[2], low, equal_nan=True)
+    for residual in (None, specials):
+        found = pc.conv1d(specials, one, residual=residual, activation=activation, device=device)[0, 0].astype(float)
+        assert np.isnan(found[0]) and found[1] == (6 if word == "relu6" else np.inf) and np.array_equal(found[2], low, equal_nan=True)
 
 
 def test_kernels_and_plans_number_activations_alike():
@@ -123,9 +122,6 @@ def test_a_layer_s_activation_is_computed_in_its_place(activation):
 
 
 # ---- functions, plans, dask
-
-
-epilogue.PARTS["before"] = (True, True, None)  # without an activation
 
 
 @pytest.mark.turns

@@ -187,12 +187,6 @@ def test_kernels_are_for_arrays_on_a_gpu(monkeypatch):
             plan.kernels(x, w, out=y)
 
 
-def changed_line():
-    """The line of the example in the documentation, before and after."""
-    page = (KERNEL_DIR.parent / "docs" / "howto" / "pycuda.md").read_text()
-    return re.search(r'before, after = "(.*)", "(.*)"\n', page).groups()
-
-
 # ---- on a GPU
 
 
@@ -375,7 +369,8 @@ def test_a_kernel_is_taken_out_and_changed(tmp_path):
         plan, arrays = pc.Plan(TILE, device, config=Tile(8, 32, 4)), Arrays(TILE)
         expected, out = arrays.called(plan).view(np.float32), arrays.out()
         (k,) = arrays.kernels(plan, out)
-        before, after = changed_line()
+        page = (KERNEL_DIR.parent / "docs" / "howto" / "pycuda.md").read_text()
+        before, after = re.search(r'before, after = "(.*)", "(.*)"\n', page).groups()
         assert k.source.count(before) == 1
         module = SourceModule(k.source.replace(before, after), options=OPTIONS, include_dirs=pc.include_dirs(), cache_dir=str(tmp_path))
         module.get_function(k.name)(*k.args, grid=k.grid, block=k.block, shared=k.shared)

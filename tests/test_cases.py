@@ -269,6 +269,11 @@ def check_portable(device: str, run: cases.Run) -> Plan:
     return plan
 
 
+def computed_on(device: str):
+    """What plans of a problem compute there."""
+    return lambda problem, config, *arrays, seeds=(): reference.run(Plan(problem, device, config=config), *arrays)
+
+
 @pytest.mark.parametrize(("of", "run"), each("portable"))
 def test_on_every_device(device, of, run):
     check_portable(device, run)
@@ -286,14 +291,13 @@ def test_64_bit_offsets(device, of, run, monkeypatch):
         if name.startswith("pycuda_conv.engines.") and hasattr(module, "needs_64_bits"):
             monkeypatch.setattr(module, "needs_64_bits", lambda *_: True)
     assert check_portable(device, run).schedule.steps[0][0].defines["INDEX_64"] == 1
+    if isinstance(run[0], reference.Case):
+        check_epilogue(*run, (), computed=computed_on(device))
 
 
 @pytest.mark.parametrize(("of", "entry"), [one for one in each("finished") if one.values[0].portable])
 def test_what_finishes_a_sum_on_every_device(device, of, entry):
-    def computed(problem, config, *arrays, seeds=()):
-        return reference.run(Plan(problem, device, config=config), *arrays)
-
-    check_epilogue(*entry, computed=computed)
+    check_epilogue(*entry, computed=computed_on(device))
 
 
 # ---- what is legal, and the choice

@@ -7,6 +7,7 @@ and the inputs are compared with those of the model that is not compiled.
 import copy
 import functools
 import logging
+import math
 import operator
 import os
 import random
@@ -167,10 +168,15 @@ class BatchNormAct(nn.BatchNorm2d):  # as timm has it
         )
 
 
-class ConvSame(nn.Conv2d):  # as timm has it: padded by the input's size
+class SameConv(nn.Conv2d):
+    """Pads by the input's size, as TensorFlow does, and timm."""
+
     def forward(self, x):
-        more = [max((-(-n // s) - 1) * s + k - n, 0) for n, k, s in zip(x.shape[-2:], self.kernel_size, self.stride, strict=True)][::-1]
-        return F.conv2d(F.pad(x, [n for m in more for n in (m // 2, m - m // 2)]), self.weight, self.bias, self.stride)
+        pads = []
+        for n, k, s, d in zip(x.shape[:1:-1], self.kernel_size[::-1], self.stride[::-1], self.dilation[::-1], strict=True):
+            pad = max((math.ceil(n / s) - 1) * s + (k - 1) * d + 1 - n, 0)
+            pads += pad // 2, pad - pad // 2
+        return F.conv2d(F.pad(x, pads), self.weight, self.bias, self.stride, 0, self.dilation, self.groups)
 
 
 class UNet(nn.Module):
@@ -213,7 +219,7 @@ class Mixer(nn.Module):
 
 ZOO = {
     "resnet": (lambda: nn.Sequential(Basic(), Basic(4, 8, 2)), 5, 5),
-    "timm": (lambda: nn.Sequential(ConvSame(4, 4, 3, 2), BatchNormAct(4)), 1, 1),
+    "timm": (lambda: nn.Sequential(SameConv(4, 4, 3, 2), BatchNormAct(4)), 1, 1),
     "unet": (UNet, 6, 6),
     "mbconv": (lambda: nn.Sequential(conv_bn(4, 4, padding=1, groups=4, bias=False), nn.SiLU(True), Squeeze(), conv_bn(4, 4, 1)), 3, 2),
     "1d": (lambda: nn.Sequential(nn.Flatten(2), nn.Conv1d(4, 4, 3), nn.BatchNorm1d(4), nn.ReLU(), nn.ConvTranspose1d(4, 4, 3, 2)), 1, 1),

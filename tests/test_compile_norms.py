@@ -191,21 +191,25 @@ def test_what_else_reads_a_trained_norms_input_gets_it_from_the_norm(where, grad
     assert len(passed) == (gradients == "input")  # else its input is known to need no gradient
 
 
+class Two(nn.Module):
+    """A convolution, a norm and another; `kind` says what is normalised besides, in groups of `n`."""
+
+    def __init__(self, kind, n):
+        super().__init__()
+        self.kind, self.first, self.norm, self.last = kind, nn.Conv2d(4, 8, 3), nn.GroupNorm(n, 8), nn.Conv2d(8, 4, 3)
+
+    def forward(self, x):
+        y = self.first(x)
+        z = self.last(F.silu(self.norm(y)))
+        return z, F.relu(F.group_norm(z, 2)) if self.kind == "last" else F.silu(F.group_norm(y, 2))
+
+
 @HOWS
 def test_a_convolution_and_its_norm_are_one_call(where, how, monkeypatch):
+    """The last one's result is read twice."""
     monkeypatch.setattr(group_norms, "JOINS", True)
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.norm, self.last = nn.Conv2d(4, 8, 3), nn.GroupNorm(2, 8), nn.Conv2d(8, 4, 3)
-
-        def forward(self, x):
-            y = self.first(x)
-            z = self.last(F.silu(self.norm(y)))
-            return z, F.relu(F.group_norm(z, 2))  # read twice
-
     torch.manual_seed(0)
-    two = Two().to(memory_format=torch.channels_last)
+    two = Two("last", 2).to(memory_format=torch.channels_last)
     two, x = two.to(where).eval(), images(2, 4, 9, 8, channels_last=True, where=where)
     with torch.no_grad():
         for a, b in zip(compiled(two, how)(x), two(x), strict=True):
@@ -244,16 +248,7 @@ def test_statistics_noted_by_the_convolution(channels, size, noted, with_more):
 def test_autocast_narrows_where_only_convolutions_read(where, how):
     torch.manual_seed(0)
 
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.norm, self.last = nn.Conv2d(4, 8, 3), nn.GroupNorm(4, 8), nn.Conv2d(8, 4, 3)
-
-        def forward(self, x):
-            y = self.first(x)
-            return self.last(F.silu(self.norm(y))), F.silu(F.group_norm(y, 2))
-
-    model, x = Two().to(where), images(2, 4, 9, 8, where=where)
+    model, x = Two("first", 4).to(where), images(2, 4, 9, 8, where=where)
     with torch.no_grad(), torch.autocast(where, torch.bfloat16):
         wanted, found = model(x), compiled(model, how)(x)
     for a, b in zip(found, wanted, strict=True):

@@ -2,12 +2,12 @@
 
 import copy
 import io
-import math
 import pickle
 import warnings
 
 import pytest
 import torch
+from test_compile import SameConv, moved
 
 import pycuda_conv.nn as pn
 from pycuda_conv.nn import modules, routing
@@ -49,15 +49,7 @@ def close(got, expected):
 
 def ready(model, where="cpu"):
     """The model in float64, with statistics and parameters that are not those of a new one."""
-    generator = torch.Generator().manual_seed(0)
-    for norm in model.modules():
-        if isinstance(norm, nn.modules.batchnorm._BatchNorm):
-            norm.running_mean.normal_(std=0.3, generator=generator)
-            norm.running_var.uniform_(0.5, 2, generator=generator)
-            if norm.affine:
-                nn.init.uniform_(norm.weight, 0.5, 1.5, generator=generator)
-                nn.init.normal_(norm.bias, generator=generator)
-    return model.double().to(where).eval()
+    return moved(model).double().to(where).eval()
 
 
 def same(ours, theirs, *inputs):
@@ -102,17 +94,6 @@ class DropPath(nn.Module):
 
     def forward(self, x):
         return x * (1 - self.p) if self.p > 0.0 and self.training else x
-
-
-class SameConv(nn.Conv2d):
-    """Pads by the input's size, as TensorFlow does."""
-
-    def forward(self, x):
-        pads = []
-        for n, k, s, d in zip(x.shape[:1:-1], self.kernel_size[::-1], self.stride[::-1], self.dilation[::-1], strict=True):
-            pad = max((math.ceil(n / s) - 1) * s + (k - 1) * d + 1 - n, 0)
-            pads += pad // 2, pad - pad // 2
-        return F.conv2d(F.pad(x, pads), self.weight, self.bias, self.stride, 0, self.dilation, self.groups)
 
 
 class StandardConv(nn.Conv2d):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from awkward import BASE, DEPTHWISE, GENERAL, MANY_PHASES, POINT, TRANSPOSED
+from awkward import BASE, MANY_PHASES, POINT, TRANSPOSED
 from cases.direct_gemm import GEMM
 from cases.hopper_gemm import DENSE, WIDER
 from modes import H200, MODES, asked, bound, ids_of
@@ -20,12 +20,10 @@ from reference import (
     Case,
     activated,
     assert_close,
-    assert_exact,
     channels_last,
     dgrad,
     fprop,
     is_channels_last,
-    run,
     tensor,
 )
 from test_arguments import refuses  # noqa: F401  (a fixture)
@@ -33,14 +31,13 @@ from test_functions import FUNCTIONS, NAMES, Recorder, small
 
 import pycuda_conv as pc
 from pycuda_conv import ConvArgumentError, ConvProblem, Plan, engines, tune
-from pycuda_conv.engines.direct.direct import Batched, Dgrad, Single, Tile
 from pycuda_conv.engines.hopper.gemm import ImplicitGemm
 from pycuda_conv.engines.hopper.pointwise import Pointwise
 from pycuda_conv.engines.mma.gemm import ImplicitGemm80
 
 PARTS = {  # has_scale, has_residual, activation
     "scale": (True, False, None), "residual": (False, True, None), "relu": (False, False, "relu"), "all": (True, True, "relu"),
-    "scale and relu": (True, False, "relu"), "residual and relu": (False, True, "relu"),
+    "scale and relu": (True, False, "relu"), "residual and relu": (False, True, "relu"), "before": (True, True, None),
 }  # fmt: skip
 
 
@@ -87,29 +84,6 @@ def allowed(case: Case, x, w, b, s, r, ref: np.ndarray, mode: str = "") -> np.nd
     return most_off * factor + 4 * SUM_EPS[dtype] * most + EPS[dtype] * np.abs(ref) + TINY[dtype]
 
 
-def check(plan: Plan, case: Case, parts: str, launch) -> None:
-    """Small integers exactly, then numbers at random within the bound; `launch` runs the plan on arrays."""
-    dtype = plan.problem.dtype
-    mode = "tf32" if plan.problem.precision == "tf32" else ""
-    given = arrays(case, dtype, parts, integers=True)
-    assert_exact(launch(plan, *given), expected(case, parts, *given), plan)
-    given = arrays(case, dtype, parts, integers=False)
-    ref = expected(case, parts, *given)
-    assert_close(launch(plan, *given), ref, allowed(case, *given, ref, mode), plan)
-
-
-# ---- some of the parts; tests/cases have them all
-
-def test_64_bit_offsets(device, monkeypatch):
-    from pycuda_conv.engines.direct import direct
-    from pycuda_conv.engines.direct import gemm as direct_gemm
-
-    for engine in (direct, direct_gemm):
-        monkeypatch.setattr(engine, "needs_64_bits", lambda *_: True)
-    for case, config in ((DEPTHWISE, Single()), (DEPTHWISE, Tile(8, 32, 2)), (GENERAL, Batched()), (TRANSPOSED, Dgrad()), (GENERAL, GEMM)):
-        check(Plan(finishing(case.problem(), "all"), device, config=config), case, "all", run)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_nan_passes_through_relu_and_the_sum_is_rounded_once(device, dtype):
     x = np.array([[[np.nan, -1, 1, -np.inf, np.inf]]], dtype)
@@ -119,18 +93,12 @@ def test_a_nan_passes_through_relu_and_the_sum_is_rounded_once(device, dtype):
     for special in (np.nan, np.inf):
         got = pc.conv1d(one, one, device=device, scale=np.array([special], dtype), residual=-one, activation="relu")
         assert got == special or (np.isnan(special) and np.isnan(got))
-        assert np.isnan(
-            pc.conv1d(one, one, device=device, residual=np.full_like(one, special) * dtype_one(dtype, np.nan), activation="relu")
-        )
+    assert np.isnan(pc.conv1d(one, one, device=device, residual=np.full_like(one, np.nan), activation="relu"))
     # 1 + eps/2 is 1 in the dtype, but not while it is summed
     half = np.array([EPS[dtype] / 2], dtype)
     if SUM_EPS[dtype] < EPS[dtype]:
         got = pc.conv1d(one, one, half, device=device, residual=np.array([[[-1]]], dtype))
         assert got == half
-
-
-def dtype_one(dtype: str, value: float):
-    return np.array(value).astype(dtype)
 
 
 # ---- the public functions

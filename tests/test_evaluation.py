@@ -228,17 +228,33 @@ def test_layers_with_folded_norms(where, last, dtype):
         torch.library.opcheck(operator, (x, w, folded, residual, start, spec))
 
 
+def made_by(warm, call) -> list[str]:  # noqa: F811
+    """What the driver is asked for by a call."""
+    warm.asked()
+    call()
+    return warm.asked()
+
+
+def check_made_again(warm, monkeypatch, owner, name: str, call, others):  # noqa: F811
+    """The second call is the launcher's in C, and so is one of `others`, with the addresses that it names. The calls that Python makes."""
+    calls, original = [], getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *given: (calls.append(1), original(*given))[1])
+    first, second = (made_by(warm, call) for _ in range(2))
+    assert len(calls) == 1 and first and len(first) == len(second)
+    for other, addresses in others:
+        lines = " ".join(made_by(warm, other))
+        assert len(calls) == 1 and all(at.to_bytes(8, "little").hex(" ") in lines for at in addresses)
+    return calls
+
+
 @IN_C
 def test_norms_are_folded_again_by_the_launcher_in_c(warm, monkeypatch):  # noqa: F811
     folding._prepared.clear()
-    calls = []
-    monkeypatch.setattr(folding, "_folded", lambda *given, original=folding._folded: (calls.append(1), original(*given))[1])
     vectors, eps, *_ = norms_of("cpu", torch.bfloat16, 70)
-    first, second = (made_by(warm, lambda: fold_norms(vectors, eps)) for _ in range(2))
-    assert len(calls) == 1 and len(first) == len(second) == 2  # launches, of 56 norms at the most
     other = [None if one is None else one.clone() for one in vectors]
-    lines = " ".join(made_by(warm, lambda: fold_norms(other, eps)))
-    assert len(calls) == 1 and all(one is None or one.data_ptr().to_bytes(8, "little").hex(" ") in lines for one in other)
+    others = [(lambda: fold_norms(other, eps), [one.data_ptr() for one in other if one is not None])]
+    calls = check_made_again(warm, monkeypatch, folding, "_folded", lambda: fold_norms(vectors, eps), others)
+    assert len(made_by(warm, lambda: fold_norms(vectors, eps))) == 2  # launches, of 56 norms at the most
     for changed in (vectors[0].double(), torch.stack((vectors[0], vectors[0]), 1)[:, 0], None):
         fold_norms([changed, *vectors[1:]], eps)
     assert len(calls) == 4
@@ -252,16 +268,10 @@ def test_norms_are_folded_again_by_the_launcher_in_c(warm, monkeypatch):  # noqa
 def test_layers_with_folded_norms_are_computed_again_by_the_launcher_in_c(warm, monkeypatch, dtype):  # noqa: F811
     x, w, bias, *norm = arrays("cpu", dtype, torch.float32, True)
     folding._again.clear()
-    folded, calls = fold_norms((*norm, bias), (1e-3,)), []
-    monkeypatch.setattr(folding, "computed", lambda *given, original=folding.computed: (calls.append(1), original(*given))[1])
-    asked = "conv", 1, 1, 1, 1, "fp32", 0, "relu", None, None, 0.0
-    first, second = (made_by(warm, lambda: scaled(asked, 0, x, w, folded, None)) for _ in range(2))
-    assert len(calls) == 1 and first and len(first) == len(second)
-    other = folded.clone()
-    lines = " ".join(made_by(warm, lambda: scaled(asked, 0, x, w, other, None)))
-    for at in (other.data_ptr(), other.data_ptr() + 16 * 4):
-        assert at.to_bytes(8, "little").hex(" ") in lines
-    assert len(calls) == 1
+    folded = fold_norms((*norm, bias), (1e-3,))
+    other, asked = folded.clone(), ("conv", 1, 1, 1, 1, "fp32", 0, "relu", None, None, 0.0)
+    others = [(lambda: scaled(asked, 0, x, w, other, None), (other.data_ptr(), other.data_ptr() + 16 * 4))]
+    check_made_again(warm, monkeypatch, folding, "computed", lambda: scaled(asked, 0, x, w, folded, None), others)
 
 
 # ---- the function
@@ -368,24 +378,14 @@ def test_a_plan_with_a_scale_of_float32_takes_no_calls():
 def test_a_layer_is_computed_again_by_the_launcher_in_c(warm, last, dtype, of_norm, monkeypatch):  # noqa: F811
     given = arrays("cpu", dtype, of_norm, last)
     evaluation._again.clear()
-    calls = []
-    monkeypatch.setattr(evaluation, "_computed", lambda *args, original=evaluation._computed: (calls.append(args), original(*args))[1])
-    first, second = (made_by(warm, lambda: evaluate(*given, 1e-3, None, "relu", padding=1)) for _ in range(2))
-    assert len(calls) == 1 and first and len(first) == len(second)
-    for vector, other in ((3, given[4]), (5, given[6])):  # other vectors of the same form
-        swapped = [*given[:vector], other, *given[vector + 1 :]]
-        third = made_by(warm, lambda swapped=swapped: evaluate(*swapped, 1e-3, None, "relu", padding=1))
-        assert len(calls) == 1 and other.data_ptr().to_bytes(8, "little").hex(" ") in " ".join(third)
-    evaluate(*given, 1e-2, None, "relu", padding=1)  # another layer
-    evaluate(*given[:3], None, *given[4:], 1e-3, None, "relu", padding=1)
+
+    def called(eps=1e-3, **changed):
+        return lambda: evaluate(*(changed.get(f"at{i}", one) for i, one in enumerate(given)), eps, None, "relu", padding=1)
+
+    others = [(called(at3=given[4]), (given[4].data_ptr(),)), (called(at5=given[6]), (given[6].data_ptr(),))]  # vectors of the same form
+    calls = check_made_again(warm, monkeypatch, evaluation, "_computed", called(), others)
+    called(1e-2)(), called(at3=None)()  # other layers
     assert len(calls) == 3
-
-
-def made_by(warm, call) -> list[str]:  # noqa: F811
-    """What the driver is asked for by a call."""
-    warm.asked()
-    call()
-    return warm.asked()
 
 
 # ---- the operator

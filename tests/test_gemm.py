@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import simt
+import test_epilogue as epilogue
 from alike import moments
 from awkward import BASE, POINT
 from cases.hopper_gemm import BACK, CASES, COMMON, GPU_TILES, JOINED, LARGE_STEM, LARGER, TILES, WHOLE, WIDE
@@ -463,14 +464,11 @@ def test_blocks_compute_once_more_what_is_flagged(case, mode, config, how):
         change(x, w, rng)
         residual = rng.normal(size=problem.result_shape).astype("float32") if problem.has_residual else None
         scale = rng.normal(size=case.channels).astype("float32") if problem.has_scale else None
+        given = x, w, b, scale, residual
         with np.errstate(all="ignore"):
-            of_channel = [None if one is None else one.astype(float).reshape(-1, *(1,) * case.ndim) for one in (scale, b)]
-            factor, *summands = (0 if one is None else one for one in (1 if scale is None else of_channel[0], of_channel[1], residual))
-            want, size = case.reference(x, w) * factor + sum(summands), case.reference(np.abs(x), np.abs(w)) * np.abs(factor) + sum(
-                map(np.abs, summands)
-            )
-            want = activated(want, problem.activation)
-        y = simt.computed(problem, config, x, w, b, scale, residual, seeds=(seed,))
+            want = activated(epilogue.expected(case, "before", *given), problem.activation)
+            size = epilogue.expected(case, "before", *(None if one is None else np.abs(one) for one in given))
+        y = simt.computed(problem, config, *given, seeds=(seed,))
         rounded = 2.0**-9 if mode.startswith("tf32") else 3e-6
         assert_alike(y, want, rounded * size + 1e-44, kind)
 

@@ -267,16 +267,14 @@ def test_all_of_it_on_a_device_that_counts_as_a_gpu(cpu, capsys, tmp_path):
     assert front.read_text().startswith("before\n<!-- models:begin -->\nOf networks `torch.compile` was not measured.")
 
 
+def measured(what, cpu, n: int, mode: str, *options):
+    case, measure = Case(what, "net", n, mode), models.measure_evaluation if what == "evaluated" else models.measure_training
+    return measure(torch, case, cpu, Effort(rounds=1, seconds=0), 1, models.sides_of(case, *options))
+
+
 @pytest.mark.parametrize("what", ["evaluated", "trained"])
 def test_what_is_wrong_is_told(cpu, monkeypatch, what):
-    case, effort = Case(what, "net", 4, "fp32"), Effort(rounds=1, seconds=0)
-
-    def measure():
-        return (
-            models.measure_evaluation if what == "evaluated" else models.measure_training
-        )(torch, case, cpu, effort, 1, models.sides_of(case, True, False))
-
-    assert measure().verdict == "ok"
+    assert measured(what, cpu, 4, "fp32", True, False).verdict == "ok"
     right = models.made
 
     def wrong(torch, model, side, mode):
@@ -288,12 +286,12 @@ def test_what_is_wrong_is_told(cpu, monkeypatch, what):
 
     for module in (models, training_steps):
         monkeypatch.setattr(module, "made", wrong)
-    assert measure().verdict == "WRONG"
+    assert measured(what, cpu, 4, "fp32", True, False).verdict == "WRONG"
 
 
 @pytest.mark.parametrize("what", ["evaluated", "trained"])
 def test_a_rival_that_fails_is_left_out(cpu, monkeypatch, what):
-    case, effort, right = Case(what, "net", 2, "bf16"), Effort(rounds=1, seconds=0), models.made
+    right = models.made
 
     def half(torch, model, side, mode):
         if side.compiled not in (None, "light"):
@@ -304,9 +302,7 @@ def test_a_rival_that_fails_is_left_out(cpu, monkeypatch, what):
 
     for module in (models, training_steps):
         monkeypatch.setattr(module, "made", half)
-    row = (
-        models.measure_evaluation if what == "evaluated" else models.measure_training
-    )(torch, case, cpu, effort, 1, models.sides_of(case, False, False))
+    row = measured(what, cpu, 2, "bf16", False, False)
     assert row.verdict == "ok" and row.failed == {COMPILED: "ValueError: compiler fails"}
     times = row.wall_ms if what == "evaluated" else row.step_ms
     assert COMPILED not in times and set(times) >= {LIGHT, EAGER, INDUCTOR, REDUCED} and math.isnan(row.inductor_ratio)

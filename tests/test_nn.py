@@ -439,12 +439,6 @@ def test_tf32_is_for_the_gradients_too():
 # ---- examples
 
 
-def run_example(*command, env):
-    done = subprocess.run([sys.executable, *map(str, command)], env=env, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 #: The example's processes are forked from one that has imported torch, which takes a second or two in each.
 FORKED = """
 import functools, runpy, sys
@@ -458,7 +452,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def test_data_parallel_training_is_training(fast_env):
     """examples/ddp.py compares each step's gradients with those of one process on the whole batch."""
     start = [EXAMPLES / "ddp.py"] if torch.cuda.is_available() else ["-c", FORKED, EXAMPLES / "ddp.py"]
-    assert "the gradients agree" in run_example(*start, "--steps", 2, "--check", env=fast_env)
+    command = [sys.executable, *map(str, start), "--steps", "2", "--check"]
+    done = subprocess.run(command, env=fast_env, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0 and "the gradients agree" in done.stdout, done.stdout + done.stderr
 
 
 def test_the_digits_are_learned(optimised, monkeypatch, capsys, tmp_path):

@@ -85,26 +85,6 @@ def test_a_tile_has_no_more_boxes_than_its_round_of_tiles_needs(boxes, across, m
     assert pointwise._busy(boxes, across, multiprocessors, False) == (busy if rounds == 1 else 8)
 
 
-def random_point(seed: int):
-    """A layer at random, a mode and a tile."""
-    r = random.Random(seed)
-    transposed, mode = r.random() < 0.5, r.choice(of_pointwise.KINDS)
-    read, written, across = r.randint(1, 80), r.randint(1, 140), r.randint(1, 20)
-    read, across = (4 * read, across) if "last" in mode else (read, 4 * across)  # rows of 16 bytes
-    size = (*(r.randint(1, 9) for _ in range(r.randint(0, 2))), across)
-    make = dgrad if transposed else fprop
-    case = make((r.randint(1, 9), read, *size), ((read, written) if transposed else (written, read)) + (1,) * len(size), r.random() < 0.5)
-    return case, mode, r.choice(of_pointwise.tiles(case, mode))
-
-
-@simulated
-@pytest.mark.parametrize("seed", range(8))
-def test_any_1x1_layer(seed):
-    case, mode, config = random_point(seed)
-    arrays = case.integers("float32")
-    assert_exact(simt.computed(asked(case, mode), config, *arrays, seeds=(seed,)), case.reference(*arrays), f"{case} {mode} {config}")
-
-
 @simulated
 @pytest.mark.parametrize("mode", ["fp32", "fp32 last"])
 def test_subnormals_keep_what_there_is_of_them(mode):

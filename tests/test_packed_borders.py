@@ -72,6 +72,14 @@ def sides(rng, pads, modes) -> tuple:
     return ((1, pads[0][1]), *pads[1:]), ((str(rng.choice(NEAR[1:])), modes[0][1]), *modes[1:])
 
 
+def shown(rng, ndim: int, taps: tuple, sizes: tuple, most: int, strided: bool = True) -> tuple:
+    """Taps, dilation, stride, size, pads and modes of a border whose first side shows the image."""
+    taps, dilation = [int(n) for n in rng.integers(*taps, ndim)], int(rng.integers(1, 3))
+    stride, size = int(rng.integers(1, 3)) if strided else 1, [int(n) for n in rng.integers(*sizes, ndim)]
+    pads, modes = sides(rng, pairs_of(rng.integers(0, most, (ndim, 2))), pairs_of(rng.choice(NEAR, (ndim, 2)), str))
+    return taps, dilation, stride, [max(n, dilation * (t - 1) + 1) for n, t in zip(size, taps, strict=True)], pads, modes
+
+
 def pairs_of(drawn, kind=int) -> tuple:
     return tuple((kind(a), kind(b)) for a, b in drawn)
 
@@ -189,15 +197,10 @@ def test_dense_tiles_take_other_pixels_at_the_sides(seed):
     """Rows, columns and corners by taps of their own offsets: paddings, strides, dilations, sides of zeros, no interior, large images' ends, odd channels."""
     rng = np.random.default_rng(1000 + seed)
     ndim, dtype = (2, 2, 1, 2, 3, 2, 2)[seed % 7], ("float16", "bfloat16", "float16")[seed % 3]
-    taps = [int(n) for n in rng.integers(1, 4, ndim)]
-    dilation, stride = (int(rng.integers(1, 3)) for _ in range(2))
-    size = [int(n) for n in rng.integers(5, (300, 12, 6)[ndim - 1], ndim)]
+    taps, dilation, stride, size, pads, modes = shown(rng, ndim, (1, 4), (5, (300, 12, 6)[ndim - 1]), 3 if ndim < 3 else 2)
     if seed == 3:
         size[0] = 270  # the last rows lie further than a corner of tensor loads can
-    pads, modes = pairs_of(rng.integers(0, 3 if ndim < 3 else 2, (ndim, 2))), pairs_of(rng.choice(NEAR, (ndim, 2)), str)
-    pads, modes = sides(rng, pads, modes)
     c, k = (24, 40) if seed % 2 else (64, 6 if seed == 14 else 64 if seed % 4 else 72)
-    size = [max(n, dilation * (t - 1) + 1) for n, t in zip(size, taps, strict=True)]
     given = Given(
         rng, "fprop", (2, c, *size), (k, c, *taps), pads, modes, bias=True, stride=stride, dilation=dilation, dtype=dtype, layout="NHWC"
     )
@@ -212,15 +215,10 @@ def test_dense_tiles_take_more_taps_where_a_gradient_s_border_shows_a_pixel(seed
     """dx of channels last, by regions: sides that differ and sides of zeros, places shown twice, more than a launch has, a residual; else by a fold."""
     rng = np.random.default_rng(2000 + seed)
     ndim, dtype = (2, 1, 2, 2)[seed % 4], ("float16", "bfloat16")[seed % 2]
-    taps = [int(n) for n in rng.integers(1, 4, ndim)]
-    dilation = int(rng.integers(1, 3))
-    size = [int(n) for n in rng.integers(5, (300, 12)[ndim - 1], ndim)]
-    pads, modes = pairs_of(rng.integers(0, 2 if ndim > 1 else 4, (ndim, 2))), pairs_of(rng.choice(NEAR, (ndim, 2)), str)
-    pads, modes = sides(rng, pads, modes)
+    taps, dilation, _, size, pads, modes = shown(rng, ndim, (1, 4), (5, (300, 12)[ndim - 1]), 2 if ndim > 1 else 4, False)
     if seed == 12:
         taps, dilation, size, pads, modes = [5, 5], 1, [9, 8], ((2, 2),) * 2, (("reflect",) * 2,) * 2
     c, k = (40, 24) if seed % 2 else (64, 64)
-    size = [max(n, dilation * (t - 1) + 1) for n, t in zip(size, taps, strict=True)]
     given = Given(
         rng, "dgrad", (2, c, *size), (k, c, *taps), pads, modes, residual=seed % 3 == 0, most=1, dilation=dilation, dtype=dtype,
         layout="NHWC"
@@ -236,14 +234,11 @@ def test_gradients_of_filters_sum_region_by_region(seed):
     """dw of channels last: any number of regions of a launch, strides, dilations, groups, both orders of the result, parts that end within a region."""
     rng = np.random.default_rng(4000 + seed)
     ndim, dtype = (2, 2, 1, 2, 3)[seed % 5], ("float16", "bfloat16", "float32")[seed % 3]
-    taps, dilation, stride = [int(n) for n in rng.integers(2, 4, ndim)], int(rng.integers(1, 3)), int(rng.integers(1, 3))
-    size, most = [int(n) for n in rng.integers(5, (200, 11, 6)[ndim - 1], ndim)], 3 if ndim < 3 else 2
-    pads, modes = sides(rng, pairs_of(rng.integers(0, most, (ndim, 2))), pairs_of(rng.choice(NEAR, (ndim, 2)), str))
+    taps, dilation, stride, size, pads, modes = shown(rng, ndim, (2, 4), (5, (200, 11, 6)[ndim - 1]), 3 if ndim < 3 else 2)
     if seed == 14:  # columns that wrap lie further apart than a tap's offset
         ndim, dtype, taps, size, dilation, stride, pads, modes = 2, "float16", [3, 3], [4, 270], 1, 1, ((1, 1),) * 2, (("circular",) * 2,) * 2
     groups = 2 if seed % 4 == 3 else 1
     c, k = (64, 72) if seed % 2 else (136, 40)
-    size = [max(n, dilation * (t - 1) + 1) for n, t in zip(size, taps, strict=True)]
     options = {"stride": stride, "dilation": dilation, "groups": groups, "dtype": dtype, "layout": "NHWC"}
     given = Given(rng, "wgrad", (3, groups * c, *size), (groups * k, c, *taps), pads, modes, most=1, **options)
     config = engines.Bordered(str(engines.WgradNhwc(64, 64 if dtype == "float32" else 128, 2, 1 + seed % 3)))

@@ -103,13 +103,15 @@ def functions(where):
         randn(*s, where=where, grad=False, seed=i) for i, s in enumerate(((2, 4, 6, 5), (6, 2, 3, 3), (6,), (2, 6, 3, 5)))
     )
     how = {"stride": (2, 1), "padding": 1, "groups": 2}
+    back = how | {"output_padding": (1, 0)}
     beyond = {"dilation": (2, 3), "output_padding": (1, 2), "padding": 1, "groups": 2}  # the stride is no larger than the output padding
     c = randn(4, where=where, grad=False)
     return {
         "conv1d": (lambda x, w, b: pc.conv1d(x, w, b, stride=2), lambda x, w, b: F.conv1d(x, w, b, stride=2), (x[..., 0], w[..., 0].repeat(1, 2, 1), b)),
         "conv2d": (lambda x, w, b: pc.conv2d(x, w, b, **how), lambda x, w, b: F.conv2d(x, w, b, **how), (x, w, b)),
         "conv3d": (lambda x, w: pc.conv3d(x, w, padding="same"), lambda x, w: F.conv3d(x, w, padding="same"), (x[None], w[None, :2])),
-        "conv_transpose2d": (lambda dy, w, c: pc.conv_transpose2d(dy, w, c, **beyond), lambda dy, w, c: F.conv_transpose2d(dy, w, c, **beyond), (dy, w, c)),
+        "conv_transpose2d": (lambda dy, w, c: pc.conv_transpose2d(dy, w, c, **back), lambda dy, w, c: F.conv_transpose2d(dy, w, c, **back), (dy, w, c)),
+        "beyond": (lambda dy, w, c: pc.conv_transpose2d(dy, w, c, **beyond), lambda dy, w, c: F.conv_transpose2d(dy, w, c, **beyond), (dy, w, c)),
         "conv2d_input": (
             lambda dy, w: pc.conv2d_input((2, 4, 6, 5), w, dy, **how),
             lambda dy, w: torch.nn.grad.conv2d_input((2, 4, 6, 5), w, dy, **how), (dy, w),
@@ -133,7 +135,7 @@ def leaves(tensors):
     return [t.detach().clone().requires_grad_() for t in tensors]
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", [*FUNCTIONS, "beyond"])
 def test_derivatives_are_carried_forward(where, name):
     ours, theirs, tensors = functions(where)[name]
     directions = tuple(t.flip(0) for t in tensors)

@@ -112,7 +112,8 @@ NOT_FINITE = [
 ]  # fmt: skip
 LARGER = fprop((3, 15, 66, 64), (256, 15, 7, 7), stride=2, padding=3, bias=False)  # large enough for windows with rows beyond the filter of 16 bits
 
-WHOLE_IMAGES = Filter((16, 20, 5, 6), (40, 20, 3, 3), padding=(1,), layout="NCHW"), "fp32", ImplicitGemm(64, 128, 3)  # a batch that fills loads
+#: A batch that fills loads.
+WHOLE_IMAGES = Filter((16, 20, 5, 6), (40, 20, 3, 3), padding=(1,), layout="NCHW"), "fp32", ImplicitGemm(64, 128, 3)
 
 # ---- on a GPU: tiles of every kind, a little smaller and larger than the problem
 
