@@ -38,20 +38,40 @@ def call_on(x, w):
 """
 OWN = "import pycuda.autoinit\n"
 
-#: What may follow what the notebook does, which test_docs.py runs.
+#: What the notebook does, and everything that may follow.
 NOTEBOOK = OWN + BEGIN + '''
+from pycuda.compiler import SourceModule
 from pycuda.elementwise import ElementwiseKernel
 from pycuda.reduction import ReductionKernel
 from pycuda import cumath
 
+one_channel = SourceModule("""
+__global__ void one_channel(float *y, const float *x, const float *w, int H, int W, int add)
+{
+    int q = threadIdx.x + blockIdx.x * blockDim.x, p = blockIdx.y;
+    if (q >= W) return;
+    float sum = add ? y[p * W + q] : 0.f;
+    for (int r = 0; r < 3; r++)
+        for (int s = 0; s < 3; s++) {
+            int h = p + r - 1, v = q + s - 1;
+            if (h >= 0 && h < H && v >= 0 && v < W) sum += w[3 * r + s] * x[h * W + v];
+        }
+    y[p * W + q] = sum;
+}
+""").get_function("one_channel")
 for N, C, K, H, W in ((1, 1, 1, 5, 5), (2, 4, 8, 5, 5), (2, 4, 8, 5, 7), (2, 16, 24, 20, 30)):
     x, w = random(N, C, H, W), random(K, C, 3, 3)
     want = conv(x, w, padding=1)
-    gx, gw = gpuarray.to_gpu(x), gpuarray.to_gpu(w)
+    gx, gw, gy = gpuarray.to_gpu(x), gpuarray.to_gpu(w), gpuarray.empty(want.shape, np.float32)
+    for n in range(N):
+        for k in range(K):
+            for c in range(C):
+                one_channel(gy[n, k], gx[n, c], gw[k, c], np.int32(H), np.int32(W), np.int32(c > 0), block=(32, 1, 1), grid=(1, H))
+    close(gy, want)
     y = pc.conv2d(gx, gw, padding=1)
     assert isinstance(y, gpuarray.GPUArray)
     close(y, want)
-    close(y + y, 2 * want)
+    close(y + gy, 2 * want)
     # what comes after a call takes its result as it is
     twice = ElementwiseKernel("float *y, float *x", "y[i] = 2 * x[i]", "twice")
     doubled = gpuarray.empty_like(y)
@@ -62,8 +82,15 @@ for N, C, K, H, W in ((1, 1, 1, 5, 5), (2, 4, 8, 5, 5), (2, 4, 8, 5, 7), (2, 16,
     assert abs(total.get() - want.sum()) < 1e-2 * max(1, np.abs(want).sum())
     close(y[0, 0], want[0, 0])
     close(y[-1], want[-1])
-    dy = random(*want.shape)
-    close(pc.conv2d_bias(gpuarray.to_gpu(dy)), dy.sum((0, 2, 3)))
+    # gradients, against torch's
+    tx, tw, dy = (torch.from_numpy(a.astype("d")) for a in (x, w, random(*want.shape)))
+    tx.requires_grad_(), tw.requires_grad_()
+    dx, dw = torch.autograd.grad(F.conv2d(tx, tw, padding=1), (tx, tw), dy)
+    gdy = gpuarray.to_gpu(dy.numpy().astype("f"))
+    for _ in range(3):
+        close(pc.conv2d_input(x.shape, gw, gdy, padding=1), dx)
+        close(pc.conv2d_weight(gx, w.shape, gdy, padding=1), dw)
+        close(pc.conv2d_bias(gdy), dy.sum((0, 2, 3)))
     # strided, sliced and in Fortran order
     wide = random(N, C, H, 2 * W)
     close(pc.conv2d(gpuarray.to_gpu(wide)[:, :, :, :W], gw), conv(wide[..., :W], w))
@@ -121,6 +148,17 @@ x.fill(1)
 for _ in range(3):
     y = pc.conv2d(x, h)
     assert type(y.gpudata) is Managed and (y.get() == 9).all()
+class Odd(drv.PointerHolderBase):
+    def __init__(self, nbytes):
+        super().__init__()
+        self.memory = drv.mem_alloc(nbytes + 4)
+    def get_pointer(self): return int(self.memory) + 4
+    def __int__(self): return self.get_pointer()
+    __index__ = __int__
+x.allocator = Odd
+try: pc.conv2d(x, h)
+except pc.ConvArgumentError as error: assert "a multiple of 16" in str(error)
+else: raise AssertionError
 locked = drv.pagelocked_empty((1, 1, 4, 4), np.float32)
 locked[:] = 1
 assert (pc.conv2d(locked, np.ones((1, 1, 3, 3), "f")) == 9).all()
@@ -140,7 +178,7 @@ PROGRAMS = {
     "autoprimaryctx, torch, CuPy": "import pycuda.autoprimaryctx\n" + IMPORT + ON_GPU + TORCH + CUPY + ON_GPU,
     "pool": OWN + IMPORT + ON_GPU + POOL,
     "pool in the primary context": "import pycuda.autoprimaryctx\n" + IMPORT + ON_GPU + POOL,
-    "managed and page-locked memory": OWN + IMPORT + ON_GPU + MANAGED,
+    "managed, page-locked and odd memory": OWN + IMPORT + ON_GPU + MANAGED,
     "arrays alive at the end": OWN + IMPORT + ON_GPU + "kept = pc.conv2d(g, h), pc.Plan(pc.ConvProblem.forward(2, (1, 1, 4, 4), (1, 1, 3, 3))).bind(h)\n",
     "an error at the end": OWN + IMPORT + ON_GPU + "try: pc.conv2d(g, h, stride=0)\nexcept ValueError: pass\n",
 }
@@ -181,6 +219,14 @@ plan = pc.Plan(problem)
 bound = plan.bind(gw)
 second = device.make_context()
 hx, hw = call_on(x, w)
+for call, text in [
+    (lambda: pc.conv2d(gx, hw), "input lies in a CUDA context"), (lambda: pc.conv2d(hx, gw), "weight lies in a CUDA context"),
+    (lambda: pc.conv2d(hx, hw, padding=1, out=gx), "out lies in a CUDA context"), (lambda: bound(hx), "bind it again"),
+]:
+    try: call()
+    except pc.ConvArgumentError as error: assert text in str(error), error
+    else: raise AssertionError(text)
+    close(pc.conv2d(hx, hw, padding=1), conv(x, w, padding=1))
 close(plan(hx, hw), conv(x, w, padding=1))
 foreign_stream = drv.Stream()
 first.push()
@@ -203,7 +249,7 @@ try: bound(gx)
 except pc.ConvArgumentError as error: assert "bind it again" in str(error)
 else: raise AssertionError
 del kept
-# streams, a capture
+# streams, a capture, a lack of memory
 for flags in (0, 1):
     stream = drv.Stream(flags)
     y = pc.conv2d(gx, gw, padding=1, stream=stream)
@@ -224,6 +270,18 @@ graph.replay()
 stream.synchronize()
 close(out, conv(x, w, padding=1))
 del workspace
+hog = []
+try:
+    while True:
+        hog.append(drv.mem_alloc(1 << 30))
+except drv.MemoryError:
+    pass
+images = gpuarray.GPUArray((64, 16, 512, 512), np.float32, gpudata=hog[0])  # a gigabyte, and its result is more
+try: pc.conv2d(images, gw, padding=1)
+except pc.DeviceMemoryError as error: assert "out of memory" in str(error)
+else: raise AssertionError
+del hog, images
+close(pc.conv2d(gx, gw, padding=1), conv(x, w, padding=1))
 # 10,000 calls leave memory where it was
 out = pc.conv2d(gx, gw, padding=1)
 for _ in range(10): pc.conv2d(gx, gw, padding=1)
@@ -312,9 +370,12 @@ def ends_right(code, env, **more):
     assert python(code, env, PYTHONWARNINGS="ignore", **more).endswith("right\n")
 
 
-@pytest.mark.parametrize("launcher", [{}, {"PYCUDA_CONV_LAUNCHER": "python"}], ids=["usual", "python"])
-def test_the_notebook(python_env, launcher):
-    ends_right(NOTEBOOK, python_env, **launcher)
+def test_the_notebook(python_env):
+    ends_right(NOTEBOOK, python_env)
+
+
+def test_the_notebook_by_the_launcher_in_python(python_env):
+    ends_right(NOTEBOOK, python_env, PYCUDA_CONV_LAUNCHER="python")
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
