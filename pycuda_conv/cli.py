@@ -479,21 +479,23 @@ def _main(argv: Sequence[str] | None) -> int:
             arguments = parser().parse_args(argv)
             command = f"pycuda-conv {arguments.command}"
             status = _run(arguments)
-        except (ToolError, BackendError, MemoryError, VariableError) as error:
+        except (ToolError, BackendError, MemoryError, VariableError, OSError) as error:
             if interrupt.behind(error):
                 raise
-            print(f"{command}: {in_options(' '.join(str(error).split())) or 'too little memory'}", file=sys.stderr)
-            return UNUSABLE
-        except OSError as error:
-            if interrupt.behind(error):
-                raise
-            what = error.strerror or str(error)
-            print(f"{command}: {what if error.filename is None else f'{error.filename}: {what}'}", file=sys.stderr)
+            print(f"{command}: {_said(error)}", file=sys.stderr)
             return UNUSABLE
     if lost:
         print(f"{command}: {lost[0].strerror}", file=sys.stderr)
         return status or (OK if arguments.command == "run" else UNUSABLE)  # what `run` makes are files
     return status
+
+
+def _said(error: Exception) -> str:
+    """The line for what can't be done."""
+    if isinstance(error, OSError):
+        what = error.strerror or str(error)
+        return what if error.filename is None else f"{error.filename}: {what}"
+    return in_options(" ".join(str(error).split())) or "too little memory"
 
 
 def _ended(error: KeyboardInterrupt | interrupt.Terminated) -> int:

@@ -42,12 +42,17 @@ def reduce_launch(problem: ConvProblem, split: int, parts: BufferSlice) -> Kerne
     return KernelLaunch("direct_reduce", defines, ceil(size, width), THREADS, buffers, (), arguments=args)
 
 
-def in_parts(problem: ConvProblem, launch: KernelLaunch, parts: int, rounds: bool = True) -> Schedule:
-    """A `launch` whose last buffer is the result; or else it leaves several parts of sums in the workspace, which another launch adds.
+def _is_whole(problem: ConvProblem, parts: int, rounds: bool) -> bool:
+    """Whether a launch leaves results: uncut sums, of a type that it writes. One that never `rounds` leaves sums of 16-bit arrays."""
+    return parts == 1 and (rounds or problem.itemsize > 2)
 
-    One that never `rounds` leaves sums of 16-bit arrays there even if they are not cut.
+
+def in_parts(problem: ConvProblem, launch: KernelLaunch, parts: int, rounds: bool = True) -> Schedule:
+    """A `launch` whose last buffer is the result, if it leaves results; else its sums go to the workspace, and another launch adds them.
+
+    `rounds`: the launch can round its sums to 16 bits.
     """
-    if parts == 1 and (rounds or problem.itemsize > 2):
+    if _is_whole(problem, parts, rounds):
         return Schedule.plain([[launch]])
     size = accumulator_bytes(problem) * parts * math.prod(problem.result_shape)
     product = replace(launch, buffers=(*launch.buffers[:-1], WORKSPACE))
@@ -80,7 +85,7 @@ def variants(device: Device) -> Iterator[VariantSet]:
 
 def time(problem: ConvProblem, split: int, device: Device, rounds: bool = True) -> float:
     """Microseconds of what :func:`in_parts` adds: the launch, a thread's waits, and writing and reading the parts."""
-    if split == 1 and (rounds or problem.itemsize > 2):
+    if _is_whole(problem, split, rounds):
         return 0.0
     run, nbytes = ceil(split, _lanes(split)), math.prod(problem.result_shape) * accumulator_bytes(problem)
     return float(COST.BEGIN + COST.WAIT * ceil(run, 8) + spread(2 * split * nbytes / COST.MEMORY, device.multiprocessors))
