@@ -96,6 +96,11 @@ template <class T, class V> T atomicAdd(T* at, V v) {
   *at = old + (T)v;
   return old;
 }
+template <class T, class V> T atomicOr(T* at, V v) {
+  const T old = *at;
+  *at = old | (T)v;
+  return old;
+}
 template <class T> T atomicCAS(T* at, T expected, T v) {
   const T old = *at;
   if (old == expected) *at = v;

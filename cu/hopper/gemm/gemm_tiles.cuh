@@ -57,7 +57,7 @@ struct Recomputes {
   RecomputePhase of[PHASES];
   RecomputeArrays arrays;
 };
-__shared__ int any_flag;  // whether anything is flagged: consumers write it while the first loads are under way, and read it behind a barrier
+__shared__ int any_flag;  // all flags, joined: consumers write it while the first loads are under way, and read it behind a barrier
 #endif
 // Tiles of all phases of the launch, and the phase of tile number `tile`. The grid and the number of phases (or of pairs of phases) have no common
 // factor, so a block meets all phases.
