@@ -148,7 +148,7 @@ def test_what_a_stride_steps_over_is_not_packed(case, level):
     [
         (fprop((2, 3, 224, 224), (64, 3, 7, 7), stride=2, padding=3), 8, 2, 1, 4, 64), (fprop((2, 3, 224, 224), (64, 3, 3, 3), padding=1), 8, 1, 0, 3, 32),
         (fprop((2, 3, 224, 224), (64, 3, 16, 16), stride=16), 48, 16, 0, 1, 64), (fprop((2, 3, 32, 32), (64, 3, 3, 3), padding=1, stride=(2, 1), dilation=(2, 1)), 8, 1, 0, 3, 32),
-        (fprop((2, 4, 100), (64, 4, 9), stride=4), 8, 1, 0, 1, 32),
+        (fprop((2, 4, 100), (64, 4, 9), stride=4), 8, 1, 0, 1, 32), (fprop((2, 16, 32, 32), (64, 16, 3, 3), padding=1), 16, 1, 0, 3, 64),
     ],
     ids=str,
 )  # fmt: skip
@@ -205,7 +205,8 @@ def test_rows_beyond_the_filter(case, mode, config, flags_pay_always):
 
 @pytest.mark.parametrize("case", [
     fprop((1, 3, 2**15, 2**15), (8, 3, 7, 7), stride=(1, 8), padding=(3, 2**15 - 1)), fprop((1, 3, 9, 9), (8, 3, 3, 3), dilation=(1, 2)),
-    fprop((1, 6, 9, 9), (8, 3, 3, 3), groups=2), fprop((1, 16, 9, 9), (8, 16, 3, 3)), fprop((1, 3, 9, 9), (8, 3, 3, 1))
+    fprop((1, 6, 9, 9), (8, 3, 3, 3), groups=2), fprop((1, 24, 9, 9), (8, 24, 3, 3)), fprop((1, 3, 9, 9), (8, 3, 3, 1)),
+    fprop((1, 16, 9, 9), (8, 16, 3, 3), stride=(1, 2)), fprop((1, 16, 9, 9), (8, 16, 3, 1))
 ], ids=str)
 def test_no_windows(case):
     assert packing(asked(case, "fp32"), windows=True) == packing(asked(case, "fp32"))
@@ -397,7 +398,7 @@ def test_however_packing_goes_the_bits_are_the_same(case, mode, name, values, is
 @simulated
 def test_blocks_that_settle_images_wait_in_memory_as_it_comes(monkeypatch):
     """Whatever is in the workspace, and however often: the same bits. What they told one another is not there behind the product."""
-    case, config = fprop((2, 16, 20, 64), (8, 16, 3, 3), padding=1, bias=False), ImplicitGemm(64, 64, 2)
+    case, config = fprop((2, 16, 20, 64), (8, 16, 3, 1), padding=(1, 0), bias=False), ImplicitGemm(64, 64, 2)
     monkeypatch.setattr(packing_launches, "CLUSTER", 0)
     x, w, _ = case.normals("float32")
     x[1] *= np.float32(1e4)

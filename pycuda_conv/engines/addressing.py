@@ -120,16 +120,19 @@ def packing(problem: ConvProblem, windows: bool = False) -> tuple[PackedLayout, 
     """
     channels, wide = problem.operand_channels // problem.groups, problem.dtype == "float32"
     forward = problem.direction == "fprop"
+    in_place = not wide and problem.layout == "NHWC"  # the loads can read it
+    several = forward and problem.filter_size[2] > 1
     # with few channels most of a product would be zeros: so the innermost taps are folded
-    first = 1 if forward and channels < 16 and problem.filter_size[2] > 1 else 0
-    if windows and first and problem.groups == 1 and problem.dilation[2] == 1 and problem.layout != "CNHW":
+    first = 1 if several and channels < 16 else 0
+    # with 16 channels none is zero, but one load of a window replaces a load of each of its pixels
+    by_windows = several and channels == 16 and not in_place and max(problem.stride) == 1
+    if windows and (first or by_windows) and _may_overlap(problem):
         packed, phase = _windows(problem)
         found = phase_addressing(problem, phase, packed)
         if found is not None and math.prod(packed.stored) < MOST_PIXELS:
             return packed, (found,)
     # wgrad: with two axes folded, a filter as large as images would leave a single pixel to pack, too little for a block
     levels = 2 if problem.layout == "CNHW" else 4 if forward else 1
-    in_place = not wide and problem.layout == "NHWC"  # the loads can read it
     readable = in_place and channels % (8 if problem.groups == 1 else 16) == 0
     if levels == 4 and not first and not readable:
         # the level that packs much fewer elements than level 0: filters that step over pixels have one, as 1x1 filters with a stride
@@ -161,6 +164,11 @@ def _folded(problem: ConvProblem, level: int) -> tuple[Size3, Size3]:
     """Taps along each axis and pixels (D, H, W) of an image if the innermost `level` axes are folded."""
     taps = size3([problem.filter_size[i] if i >= 3 - level else 1 for i in range(3)])
     return taps, size3([problem.output_size[i] if i >= 3 - level else problem.operand_size[i] for i in range(3)])
+
+
+def _may_overlap(problem: ConvProblem) -> bool:
+    """Whether windows can hold what the filter of `problem` reads: the channels of neighbouring pixels."""
+    return problem.groups == 1 and problem.dilation[2] == 1 and problem.layout != "CNHW"
 
 
 def _windows(problem: ConvProblem) -> tuple[PackedLayout, Phase]:
