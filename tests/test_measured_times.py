@@ -8,6 +8,7 @@ from pycuda_conv import ConvProblem, engines
 from pycuda_conv.engines.compose.via_nhwc import ViaNhwc
 from pycuda_conv.engines.direct.direct import Batched, Dgrad, Single, Tile, Wgrad
 from pycuda_conv.engines.direct.gemm import Gemm
+from pycuda_conv.engines.fft.library_fft import LibraryFft
 from pycuda_conv.engines.hopper.dense import DenseNhwc
 from pycuda_conv.engines.hopper.gemm import ImplicitGemm
 from pycuda_conv.engines.hopper.pointwise import Pointwise
@@ -120,6 +121,11 @@ FASTEST = [
     (last_3x3(32, 320, 320, 20), {ImplicitGemm(64, 256, 5): 35.7, DenseNhwc(128, 160, 5): 43.0, ImplicitGemm(128, 128, 6): 59.2}),
     (last_3x3(16, 2048, 2048, 28, 2), {DenseNhwc(128, 256, 4): 408, ImplicitGemm(128, 128, 6, schedule="pingpong"): 453, ImplicitGemm(128, 128, 6, 2): 480}),
     (last_3x3(16, 192, 96, 56), {DenseNhwc(128, 128, 6): 33.5, ImplicitGemm(128, 128, 6): 48.9}),
+    # rows of packed channels that straddle cache lines: 24 channels, and windows of 8
+    (ConvProblem.forward(1, (16, 24, 123658), (128, 24, 9), padding=4), {ImplicitGemm(128, 64, 4): 1424, ImplicitGemm(64, 256, 2): 1789}),
+    (volume((8, 3, 64, 56, 53), (96, 3, 3, 3, 3), padding=1), {ImplicitGemm(128, 64, 4): 775, ImplicitGemm(64, 128, 2, schedule="twin"): 1125}),
+    # the gradient of a large filter
+    (filter_gradient((1, 3, 1080, 512), (3, 1, 31, 31), padding=15, groups=3, dtype="float16"), {LibraryFft(): 207, Wgrad(128, 16, 34, 1): 1056}),
 ]  # fmt: skip
 
 

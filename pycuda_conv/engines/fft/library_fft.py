@@ -189,7 +189,7 @@ def time(problem: ConvProblem, config: LibraryFft, device: Device) -> float:
     filters, planes = args.groups * args.written * args.read, args.images * args.groups * (args.read + args.written)
     products, blocks, runs = float(args.images * args.groups * args.read * args.written), math.prod(args.blocks), 1 + args.magnitudes
     if device.backend == "cuda":
-        numbers = math.prod(args.length) * (blocks * planes + filters + blocks * products / 8)
+        numbers = math.prod(args.length) * (blocks * (planes + COST.GPU_PRODUCT * products) + filters)
         return runs * (COST.GPU_CALL_TIME + spread(numbers * 8 * COST.GPU_PASSES / 2 / COST.GPU_MEMORY, device.multiprocessors))
     return COST.CALL_TIME + runs * _cost(args.length, blocks, filters, planes, products) * COST.UNIT_TIME / max(device.multiprocessors, 1)
 

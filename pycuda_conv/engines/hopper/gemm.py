@@ -62,7 +62,7 @@ def sum_order(problem: ConvProblem, config: ImplicitGemm) -> Hashable:
 
 
 COST = costs("hopper.gemm")
-SECTOR = 32  # bytes that memory writes at once
+SECTOR, LINE = 32, 128  # bytes that memory writes at once; of a line of the L2 cache
 
 
 def configs(problem: ConvProblem, device: Device) -> tuple[ImplicitGemm, ...]:
@@ -190,15 +190,19 @@ def _product_time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: i
 
 def _loaded(problem: ConvProblem, config: ImplicitGemm, in_place: bool) -> float:
     """Bytes of a stage, of which those of pixels count more whose loads take longer."""
-    packed, addressings = form(problem)
+    _, addressings = form(problem)
     loaded = float(config.ring_for(problem).stage)
     if in_place:
         return loaded
-    pixel, slower = packed.pixel * problem.groups, 1.0
-    if packed.window is None and pixel % packed.load:
-        slower = COST.UNALIGNED if 2 * pixel % SECTOR else COST.UNALIGNED_SECTORS
-    slower *= COST.PACKED_VOLUME if addressings[0].spatial_dims == 3 else 1.0
+    slower = COST.PACKED_VOLUME if addressings[0].spatial_dims == 3 else 1.0
     return loaded + (slower - 1) * limbs(problem) * config.BLOCK_N * 128
+
+
+def _row_cycles(problem: ConvProblem, packed: PackedLayout) -> float:
+    """Cycles to load a pixel's row of packed channels: for each cache line that it meets, in the mean over the places where rows begin."""
+    places = range(0, LINE, math.gcd(2 * packed.pixel * problem.groups, LINE))
+    lines = sum(ceil(place + 2 * packed.load, LINE) for place in places) / len(places)
+    return float(COST.ROW_CYCLES[problem.itemsize] * COST.SHORT_ROW[packed.load] * lines)
 
 
 def _stage_time(problem: ConvProblem, config: ImplicitGemm, in_place: bool, loaded: float) -> float:
@@ -207,7 +211,7 @@ def _stage_time(problem: ConvProblem, config: ImplicitGemm, in_place: bool, load
     size = problem.itemsize
     cycles = 4 * gemm_products(problem) * config.BLOCK_N * config.BLOCK_M / 128 * (COST.IN_PLACE_PRODUCT if in_place else 1)
     clock, of_filter = (COST.IN_PLACE_CLOCK, COST.FILTER_CYCLES) if in_place else (COST.CLOCK[size], 0.0)
-    of_pixel = _pixel_cycles(problem, packed) if in_place else COST.ROW_CYCLES[size] * COST.SHORT_ROW[packed.load]
+    of_pixel = _pixel_cycles(problem, packed) if in_place else _row_cycles(problem, packed)
     loads = (of_pixel * (gemm_products(problem) + 1) // 2 * config.BLOCK_N + of_filter * config.BLOCK_M) * (64 // packed.load)
     return together(COST.OF_STAGE, cycles / clock, loads / clock, loaded / COST.LOADED[size])
 
