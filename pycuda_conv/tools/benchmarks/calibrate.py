@@ -33,8 +33,9 @@ EACH = 1  # problems of each family that are drawn at a time
 #: Timings that count: up to so many times the fastest candidate's. Slower ones decide nothing.
 COUNTS = 2.5
 COMPOSED = "compose."
-#: So many problems of a kind count as much as what is known of the kind before it.
-PRIOR = 6
+#: So many problems of an engine count as much as its model, and so many of a kind as what is known of the kind before it. Where the models' constants
+#: were fitted, kinds that learned faster chose worse among problems that nobody had measured.
+PRIOR, PRIOR_OF_KINDS = 6, 30
 #: A problem's timings count up to this logarithm away from the median of their kind: some were disturbed.
 FAR = 0.25
 
@@ -71,7 +72,7 @@ def fit(ratios: Iterable[tuple[str, ConvProblem, Any, float]]) -> dict[str, floa
         parent = found[parents[kind]]
         middle = median(means)
         kept = (max(middle - FAR, min(middle + FAR, mean)) - parent for mean in means)
-        found[kind] = parent + math.fsum(kept) / (len(means) + PRIOR)
+        found[kind] = parent + math.fsum(kept) / (len(means) + (PRIOR_OF_KINDS if parents[kind] else PRIOR))
     return {kind: round(math.exp(value), 4) for kind, value in sorted(found.items()) if kind}
 
 
