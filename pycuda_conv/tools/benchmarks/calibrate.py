@@ -33,8 +33,8 @@ EACH = 1  # problems of each family that are drawn at a time
 #: Timings that count: up to so many times the fastest candidate's. Slower ones decide nothing.
 COUNTS = 2.5
 COMPOSED = "compose."
-#: So many problems of an engine count as much as its model, and so many of a kind as what is known of the kind before it. Where the models' constants
-#: were fitted, kinds that learned faster chose worse among problems that nobody had measured.
+#: So many problems of an engine count as much as its model, and so many of a kind as what is known of the kind before it.
+#: Kinds that learned faster chose worse, among problems that nobody had measured, than the models alone.
 PRIOR, PRIOR_OF_KINDS = 6, 30
 #: A problem's timings count up to this logarithm away from the median of their kind: some were disturbed.
 FAR = 0.25
