@@ -34,9 +34,8 @@
 // Registers  of a consumer's thread: its sums, WGMMA_N / 2, once for one product and three times for three (main, cross, total).
 // Moments  for a batch norm behind it (batch_norm.cu). A slice is one consumer's pixels of a tile.
 //          moments[slice][2][channel] has the mean of y, and the sum of squared deviations from it.
-// Mending  The consumers look at the flags of images and channels of w (pack.cu) while the first loads are under way. If any is set, they compute
-//          the flagged results of the block's tiles in plain fp32 after its last tile: recompute.cuh. With one product, if no flag is 2, only those tiles
-//          are looked at again in which a sum was small: gemm_recompute.cuh. direct/gemm.cu does all that for split sums that another launch adds.
+// Mending  The consumers look at the flags of images and channels of w (pack.cu) while the first loads are under way. After a block's last tile they
+//          compute its flagged results in plain fp32: gemm_recompute.cuh. direct/gemm.cu does that for split sums that another launch adds.
 // Split    splits > 1 cuts gemm k for problems of few tiles. Each part goes to a workspace [splits][size of y] in fp32. JOINS: after its last tile a
 //          block takes a ticket for each of its tiles. The block that gets a tile's last ticket adds the tile's parts in their order, finishes and
 //          recomputes them. pack.cu sets tickets to zero first; they count to splits and wrap to zero. One block would read many parts for too long:
@@ -218,8 +217,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, TWIN ? 2 : 1)
   // split sums whose parts another launch adds are recomputed by that
   IF_RECOMPUTES(
     const bool recomputes_own = !JOINS || shapes.of[0].splits == 1 IF_ADDS_PARTS(|| join.joins);
-    if (threadIdx.x == 0) any_flag = 0;
-    if (NOTES && threadIdx.x < NOTED) noted[threadIdx.x] = 0;
+    clear_flags();
   )
   __syncthreads();
   AFTER_LAST_LAUNCH
@@ -235,13 +233,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, TWIN ? 2 : 1)
     clear_packed_tiles(x_tiles, (int)shapes.of[0].x_tiles, thread, threads);
     IF_ONE_PHASE(clear_packed_tiles(w_tiles, (int)(shapes.of[0].x_tiles >> 32), thread, threads);)
     // while the first loads are under way
-    IF_RECOMPUTES(
-      if (recomputes_own && scaled(shapes.of[0])) {
-        const int found = any_of_flags(shapes.of[0], x_flags, w_flags);
-        if (found) atomicOr(&any_flag, found);
-        if (NOTES) named_barrier(STORED, 128 * CONSUMERS);
-      }
-    )
+    IF_RECOMPUTES(if (recomputes_own && scaled(shapes.of[0])) join_flags(shapes.of[0], x_flags, w_flags);)
     const int consumer = warpgroup - 1;
     Output output = {staging + consumer * STAGING, scales + consumer * WGMMA_N, output_offsets + consumer * WGMMA_N, nullptr, nullptr, residual, y};
     IF_MAP_Y(output.map_y = &map_y;)

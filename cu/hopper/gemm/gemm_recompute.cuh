@@ -1,22 +1,28 @@
 // gemm_recompute.cuh: blocks compute their flagged results once more in plain fp32: see "Mending" in hopper/gemm.cu.
 #pragma once
 
-// The flags that this thread of the consumers finds, of images and of channels, joined.
-DEVICE int any_of_flags(const GemmPhase& shape, const int* __restrict__ x_flags, const int* __restrict__ w_flags) {
-  const int images = divided((int)shape.pixels, shape.by_plane), rows = (int)shape.rows;
-  int found = 0;
-#pragma unroll 4
-  for (int i = threadIdx.x - 128; i < max(images, rows); i += 128 * CONSUMERS) found |= x_flags[min(i, images - 1)] | w_flags[min(i, rows - 1)];
-  return found;
-}
-
-// Flag 1: tiles of the block with a sum that may show what the limbs lost, a bit each; of a block's many tiles some share a bit. With three products
-// flag 1 is rare, and the registers that this takes cost more than it saves.
+// Flag 1: tiles of the block with a sum that may show what the limbs lost, a bit each; of a block's many tiles some share a bit. Other tiles are not
+// looked at again, unless a flag is 2. With three products flag 1 is rare, and the registers that this takes cost more than it saves.
 constexpr bool NOTES = PRODUCTS == 1;
 constexpr int NOTED = 16;  // words
 __shared__ unsigned noted[NOTED];
 DEVICE unsigned noted_word(int tile) { return tile / gridDim.x / 32 % NOTED; }
 DEVICE unsigned noted_bit(int tile) { return 1u << tile / gridDim.x % 32; }
+
+DEVICE void clear_flags() {
+  if (threadIdx.x == 0) any_flag = 0;
+  if (NOTES && threadIdx.x < NOTED) noted[threadIdx.x] = 0;
+}
+
+// The consumers join the flags of all images and channels.
+DEVICE void join_flags(const GemmPhase& shape, const int* __restrict__ x_flags, const int* __restrict__ w_flags) {
+  const int images = divided((int)shape.pixels, shape.by_plane), rows = (int)shape.rows;
+  int found = 0;
+#pragma unroll 4
+  for (int i = threadIdx.x - 128; i < max(images, rows); i += 128 * CONSUMERS) found |= x_flags[min(i, images - 1)] | w_flags[min(i, rows - 1)];
+  if (found) atomicOr(&any_flag, found);
+  if (NOTES) named_barrier(STORED, 128 * CONSUMERS);
+}
 
 // Notes a tile if a consumer has a sum in it, still scaled as the limbs are, that recompute.cuh would suspect. To find these sums here costs less than to
 // read all results again. Gemm k counts what fills up its last block, too.
