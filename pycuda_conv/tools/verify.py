@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import difflib
 import importlib
+import inspect
 import secrets
 import time
 import warnings
@@ -417,6 +418,15 @@ def _of_engine(case: EngineCase, plan: Plan, seed: int) -> Result:
     return replace(result, engine=case.engine, arithmetic=case.arithmetic, numbers=case.distribution)
 
 
+def _without_onednn(torch: Any, place: str) -> AbstractContextManager[Any]:
+    """On the CPU torch's own loops: oneDNN never ends generating some depthwise kernels on CPUs with AVX-512."""
+    if place != "cpu":
+        return nullcontext()
+    flags: Callable[..., AbstractContextManager[Any]] = torch.backends.mkldnn.flags
+    with_tf32 = "allow_tf32" in inspect.signature(flags).parameters  # whose default warns on CPUs
+    return flags(enabled=False, allow_tf32=False) if with_tf32 else flags(enabled=False)
+
+
 def _of_draw(case: EngineCase, plan: Plan, rng: np.random.Generator) -> Result:
     problem, device = case.problem, plan.device
     drawn = DISTRIBUTIONS[case.distribution](rng, problem.input_shape, problem.weight_shape, problem.ndim)
@@ -427,7 +437,7 @@ def _of_draw(case: EngineCase, plan: Plan, rng: np.random.Generator) -> Result:
     if torch is not None:
         given = [torch.from_numpy(a).to(place, getattr(torch, problem.dtype)) for a in (x, w)]
         if problem.border is None:  # torch has no such border
-            with torch.no_grad(), torch_precision(problem.precision):
+            with torch.no_grad(), torch_precision(problem.precision), _without_onednn(torch, place):
                 theirs = torch_gradient(problem)(*given).double().cpu().numpy()
     truth = Expected(reference(problem, x, w), reference(problem, np.abs(x), np.abs(w)), theirs)
     if torch is not None and (place != "cpu" or problem.dtype == "bfloat16"):
